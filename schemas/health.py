@@ -1,0 +1,37 @@
+"""What a service says about itself: lifecycle, what it waits for, counters. Producer: every service (`reg.service.<name>.<id>`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from schemas.message import Message
+
+Lifecycle = Literal["starting", "ready", "draining", "stopped"]
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """An open wait and its culprit (invariant 11)."""
+
+    what: str
+    culprit: str
+    since_ns: int
+    deadline_ns: int
+    at_deadline: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
+    """Published every few seconds; `headrace status` prints it."""
+
+    run: str
+    service: str
+    instance: str
+    host: str
+    pid: int
+    phase: Lifecycle
+    waits: tuple[Wait, ...] = ()
+    counters: dict[str, float] = {}
+    loop_lag_s: float = 0.0
+    started_ns: int = 0
+    at_ns: int = 0

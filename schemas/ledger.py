@@ -1,0 +1,94 @@
+"""Every closing decision, with the inputs that it was made from.
+
+Producer: admission alone, each append fenced by the stream's expected last sequence. Consumers: trainer, sampler, replay, audit.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from schemas.message import Message
+
+
+class QuarantineReason(StrEnum):
+    """Why a complete group will not be trained on. It stays readable in READY and EPISODES."""
+
+    STALE = "stale"
+    MIXED_VERSIONS = "mixed_versions"
+    MANIFEST = "manifest"
+    LOGPROBS = "logprobs"
+    TAMPERED = "tampered"
+    VERIFIER_ERROR = "verifier_error"
+    TOO_FEW_REWARDS = "too_few_rewards"
+    ZERO_VARIANCE = "zero_variance"
+    INCOMPLETE = "incomplete"
+    INCARNATION = "incarnation"
+    RUN_ENDED = "run_ended"
+
+
+class AbandonReason(StrEnum):
+    """Why a leased group never became a trainable one."""
+
+    INFRA_ABORT = "infra_abort"
+    POISON = "poison"
+    LEASE_EXPIRED = "lease_expired"
+    RUN_ENDED = "run_ended"
+
+
+class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One group of a batch: where it stands in READY, and its lag at hand-over."""
+
+    group: str
+    ready_seq: int
+    oldest_version: int
+    newest_version: int
+    lag: int
+
+
+class BatchEntry(Message, frozen=True, kw_only=True, tag="batch"):
+    """Batch `step`, once on `ledger.batch.<step>`: it updates policy `version` to `version + 1`."""
+
+    run: str
+    step: int
+    version: int
+    incarnation: int
+    groups: tuple[BatchGroup, ...]
+    ready_high_water: int  # last READY sequence seen when deciding
+    demand_seq: int  # TRAIN sequence of the demand that this answers
+    settings_hash: str
+    max_lag: int
+
+
+class QuarantineEntry(Message, frozen=True, kw_only=True, tag="quarantine"):
+    """Once on `ledger.quarantine.<group>`."""
+
+    run: str
+    group: str
+    ready_seq: int
+    reason: QuarantineReason
+    detail: str
+    at_version: int
+    oldest_version: int
+    lag: int
+    family: str
+    mean_reward: float | None
+    sampled_tokens: int
+    demand_seq: int
+    settings_hash: str
+
+
+class AbandonEntry(Message, frozen=True, kw_only=True, tag="abandon"):
+    """Once on `ledger.abandon.<group>`."""
+
+    run: str
+    group: str
+    ready_seq: int  # 0 when no READY entry exists
+    reason: AbandonReason
+    detail: str
+    family: str
+    settings_hash: str
+
+
+LedgerEntry = BatchEntry | QuarantineEntry | AbandonEntry

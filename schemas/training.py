@@ -1,0 +1,77 @@
+"""The trainer's requests for batches and the commit record of every step; evaluation results.
+
+Producer: trainer (`train.demand.<step>`, `train.step.<step>`, once) and sampler (`train.eval.<point>`, once).
+Consumers: admission, param_sync, sampler, progress, audit.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.message import Message
+
+
+class BatchDemand(Message, frozen=True, kw_only=True, tag="demand"):
+    """The trainer asks for the batch that updates `version`. One may be outstanding ahead of the step in work."""
+
+    run: str
+    step: int
+    version: int
+    incarnation: int
+    groups: int
+
+
+class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
+    """An immutable object in the object store."""
+
+    name: str
+    digest: str  # sha256 hex of the bytes
+    size_bytes: int
+
+
+class StepCommit(Message, frozen=True, kw_only=True, tag="step"):
+    """Step `step` is committed: these groups made policy `version` out of `version - 1`. Written after the checkpoint."""
+
+    run: str
+    step: int
+    version: int
+    incarnation: int
+    digest: str  # state digest of the bf16 weights
+    base_digest: str
+    groups: tuple[str, ...]
+    rows: int
+    trained_tokens: int
+    optimizer_steps: int
+    patches: tuple[ObjectRef, ...]  # one per trainer rank; together they turn the base into this version
+    patch_bytes: int
+    metrics: dict[str, float]
+    ledger_seq: int
+    checkpoint: str = ""
+    wait_s: float = 0.0
+    train_s: float = 0.0
+    publish_s: float = 0.0
+    finished_ns: int = 0
+
+
+class SplitScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Success on one held-out split."""
+
+    split: str
+    successes: int
+    attempts: int
+    censored: int
+    tasks: int
+    oldest_version: int
+    newest_version: int
+    by_family: dict[str, tuple[int, int]] = {}  # family -> (successes, attempts)
+    by_task: dict[str, tuple[int, int]] = {}
+
+
+class EvalResult(Message, frozen=True, kw_only=True, tag="eval"):
+    """One evaluation point, both held-out splits apart. Example point: `step-00020`."""
+
+    run: str
+    point: str
+    step: int
+    splits: tuple[SplitScore, ...]
+    seconds: float = 0.0

@@ -1,0 +1,78 @@
+"""Every choice that depends on the hardware, made once from one configured word: `auto`, `cpu` or `cuda`.
+
+Who computes where (torch device), in which dtype the trainer's forward runs, which backend carries the collectives, which
+DeepSpeed accelerator is named and how many threads are used. Nothing else in the code asks what the hardware is.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import msgspec
+
+DeviceSetting = Literal["auto", "cpu", "cuda"]
+ComputeDtype = Literal["float32", "bfloat16"]
+
+
+class DeviceError(RuntimeError):
+    """The configured device is not there; the text names the setting and what was found."""
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """The hardware side of one process. Example: `choose_device("cpu", threads=2)`."""
+
+    kind: Literal["cpu", "cuda"]
+    torch_device: str  # "cpu" or "cuda:<local rank>"
+    compute_dtype: ComputeDtype  # of the trainer's forward and backward; the served weights are bfloat16 either way
+    distributed_backend: Literal["gloo", "nccl"]
+    accelerator: Literal["cpu", "cuda"]  # DeepSpeed's name for it
+    threads: int  # of the compute libraries, per process
+
+    def environment(self) -> dict[str, str]:
+        """Variables for a child process that shall use this device; they must be set before torch or DeepSpeed is imported."""
+        count = str(self.threads)
+        return {"DS_ACCELERATOR": self.accelerator, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
+
+
+def choose_device(
+    setting: DeviceSetting, *, threads: int = 0, local_rank: int = 0, compute_dtype: ComputeDtype | Literal["auto"] = "auto"
+) -> Device:
+    """The device for `setting`. `threads` 0: one per core that this process may use.
+
+    On a CPU the forward runs in float32 over bfloat16-exact weights: the same speed within a few percent, and a far smaller
+    gap to the engine's log-probabilities than a bfloat16 forward. On a GPU it runs in bfloat16.
+    Raises `DeviceError` for `cuda` without a GPU, for a local rank beyond the last GPU, and for a negative thread count.
+    """
+    if threads < 0:
+        raise DeviceError(f"threads: {threads} must not be negative; 0 means one per usable core")
+    usable = threads or len(os.sched_getaffinity(0))
+    gpus = 0 if setting == "cpu" else _visible_gpus()
+    if setting == "cpu" or (setting == "auto" and gpus == 0):
+        return Device(
+            kind="cpu",
+            torch_device="cpu",
+            compute_dtype="float32" if compute_dtype == "auto" else compute_dtype,
+            distributed_backend="gloo",
+            accelerator="cpu",
+            threads=usable,
+        )
+    if local_rank >= gpus:
+        raise DeviceError(f"device {setting!r}: local rank {local_rank} needs {local_rank + 1} GPU(s), torch sees {gpus}")
+    return Device(
+        kind="cuda",
+        torch_device=f"cuda:{local_rank}",
+        compute_dtype="bfloat16" if compute_dtype == "auto" else compute_dtype,
+        distributed_backend="nccl",
+        accelerator="cuda",
+        threads=usable,
+    )
+
+
+def _visible_gpus() -> int:
+    """GPUs that torch can use; 0 without torch, so that a process without a compute library can still ask."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,156 @@
+"""The life of one service process: start, ready, draining, stopped.
+
+Every service is a coroutine `serve(context)`. It works until `context.stop` is raised, drains, and returns. The runtime gives it a
+connected bus, verified streams, heartbeats, a health endpoint and signal handling; exit code 0 means a clean drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from schemas.table import Role
+from services.bus import Bus, BusError
+from services.config import Config
+from services.health import Health
+from services.logs import start_logging
+from services.provision import provision
+from services.tracing import start_tracing
+
+log = structlog.get_logger()
+EXIT_CLEAN, EXIT_FAILED, EXIT_BUS_LOST, EXIT_HARD = 0, 1, 70, 130
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    """What a service works with."""
+
+    config: Config
+    bus: Bus
+    role: Role
+    instance: str
+    stop: asyncio.Event
+    health: Health
+
+    def ready(self) -> None:
+        """Say that the service now does its work."""
+        self.health.enter("ready")
+
+
+Serve = Callable[[ServiceContext], Awaitable[None]]
+
+
+def run_service(role: Role, instance: str, config: Config, serve: Serve, *, health_port: int = 0) -> int:
+    """Run one service to its end and give the process's exit code."""
+    start_logging(str(role), instance, config.telemetry.log_level)
+    traces = config.run_folder() / "traces" / f"{role}-{instance}.jsonl" if config.telemetry.traces else None
+    provider = start_tracing(str(role), instance, otlp_endpoint=config.telemetry.otlp_endpoint, file=traces)
+    try:
+        return uvloop.run(_live(role, instance, config, serve, health_port))
+    finally:
+        if provider is not None:
+            provider.shutdown()
+
+
+async def _live(role: Role, instance: str, config: Config, serve: Serve, health_port: int) -> int:
+    stop = asyncio.Event()
+    lost: list[str] = []
+
+    def on_fatal(reason: str) -> None:
+        if not stop.is_set() or not lost:
+            log.error("bus lost", reason=reason)
+        lost.append(reason)
+        stop.set()
+
+    _handle_signals(stop)
+    try:
+        bus = await connect(config, role, instance, on_fatal)
+    except BusError as error:
+        log.error("cannot start", error=str(error))
+        return EXIT_FAILED
+    health = Health(bus, config.telemetry.heartbeat_s)
+    context = ServiceContext(config, bus, role, instance, stop, health)
+    code = EXIT_CLEAN
+    background_stop = asyncio.Event()
+    try:
+        await provision(bus, config.nats.store_bytes, config.nats.replicas)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(health.beat(background_stop), name="heartbeat")
+            group.create_task(health.measure_lag(background_stop), name="loop-lag")
+            if health_port:
+                group.create_task(health.serve_http(health_port, background_stop), name="health")
+            try:
+                await serve(context)
+                health.enter("stopped" if stop.is_set() else "draining")
+                if not stop.is_set():
+                    raise RuntimeError(f"{role} ended without being asked to")
+            finally:
+                background_stop.set()
+    except* BusError as errors:
+        for error in errors.exceptions:
+            log.error("failed", error=str(error))
+        code = EXIT_FAILED
+    except* Exception as errors:  # a broken program stops here, with its trace, and the supervisor decides
+        for failure in errors.exceptions:
+            log.error("crashed", error=repr(failure), exc_info=failure)
+        code = EXIT_FAILED
+    if not lost:
+        await _say_goodbye(bus, health)
+    was_lost = bool(lost)
+    lost.append("closing")
+    await bus.close()
+    return EXIT_BUS_LOST if was_lost else code
+
+
+async def connect(config: Config, role: Role, instance: str, on_fatal: Callable[[str], None] | None = None) -> Bus:
+    """A bus connection as the configuration says. Raises `BusError` naming server or file."""
+    seed = None
+    if config.nats.nkey_seed_file:
+        try:
+            seed = Path(config.nats.nkey_seed_file).read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise BusError(f"nats.nkey_seed_file: cannot read {config.nats.nkey_seed_file} ({error.strerror})") from error
+    tls = ssl.create_default_context(cafile=config.nats.tls_ca_file) if config.nats.tls_ca_file else None
+    if not config.nats.url:
+        raise BusError("nats.url is empty; pass --nats URL, or use `headrace up`, which starts a server")
+    return await Bus.connect(
+        config.nats.url,
+        config.run.name,
+        role,
+        instance,
+        timeout_s=config.nats.connect_timeout_s,
+        nkeys_seed=seed,
+        tls=tls,
+        on_fatal=on_fatal,
+    )
+
+
+async def _say_goodbye(bus: Bus, health: Health) -> None:
+    health.phase = "stopped"
+    bus.give_up_s = 3.0
+    try:
+        await asyncio.wait_for(bus.publish(bus.subjects.service_heartbeat(bus.role, bus.instance), health.snapshot()), 3)
+    except (BusError, asyncio.TimeoutError):
+        log.info("last heartbeat not delivered")
+
+
+def _handle_signals(stop: asyncio.Event) -> None:
+    """First signal: drain. Second: hard stop; all state is on the bus, so nothing is lost by it."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(EXIT_HARD)
+        log.info("draining", reason="signal")
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
