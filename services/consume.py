@@ -59,6 +59,11 @@ def _status(message: Msg) -> str | None:
     return headers.get("Status") if not message.reply or headers.get("Status") else None
 
 
+def _consumer_is_gone(message: Msg, status: str) -> bool:
+    """No responder to a pull, or the server's word that the consumer was deleted."""
+    return status == "503" or (status == "409" and "Consumer Deleted" in (message.headers or {}).get("Description", ""))
+
+
 def _to_item(stream: str, message: Msg, position: _Position) -> Item:
     return item_of(stream, message.subject, position.seq, position.time_ns, message.data, dict(message.headers or {}))
 
@@ -214,10 +219,21 @@ class WorkConsumer:
     Consumes: the consumer's messages. Acks: after the handler returned, so its publishes are confirmed first. While a handler
     works, its message is kept by in-progress heartbeats. A handler's `Retry` hands the message back; a damaged message is
     terminated and logged, and the work goes on. On stop: no more pulls, running handlers end within `drain_s`, the rest are
-    handed back at once.
+    handed back at once. `inactive_s` lets the server drop a consumer that nobody has pulled from for that long, for instances
+    whose name never comes back; should it be dropped while its owner lives, it is created again.
     """
 
-    def __init__(self, bus: Bus, template: str, *, x: str = "", lane: str = "", capacity: int, drain_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        template: str,
+        *,
+        x: str = "",
+        lane: str = "",
+        capacity: int,
+        drain_s: float = 20.0,
+        inactive_s: float = 0.0,
+    ) -> None:
         self.spec = consumer_of(template)
         self._bus = bus
         self.name = self.spec.name.format(x=x, lane=lane)
@@ -225,6 +241,7 @@ class WorkConsumer:
         self.stream = bus.subjects.stream(self.spec.stream)
         self.capacity = capacity
         self.drain_s = drain_s
+        self.inactive_s = inactive_s
         self.running = 0
         self.done = 0
         self._outstanding = 0
@@ -232,7 +249,7 @@ class WorkConsumer:
 
     async def create(self) -> None:
         """Create the durable consumer, or verify that the server's equals the table's. Raises `BusError` with the difference."""
-        config = {
+        config: dict[str, Any] = {
             "durable_name": self.name,
             "name": self.name,
             "filter_subject": self.filter,
@@ -243,6 +260,8 @@ class WorkConsumer:
             "deliver_policy": "all",
             "max_waiting": 64,
         }
+        if self.inactive_s:
+            config["inactive_threshold"] = int(self.inactive_s * 1e9)
         api = f"CONSUMER.CREATE.{self.stream}.{self.name}.{self.filter}"
         reply = await self._bus.request(api, {"stream_name": self.stream, "config": config})
         wrong = {k: (v, reply["config"].get(k)) for k, v in config.items() if reply["config"].get(k, v) != v}
@@ -280,7 +299,8 @@ class WorkConsumer:
                     self._outstanding = 0
                     silent_since = time.monotonic()
                 room = self.capacity - len(tasks) - self._outstanding
-                if room > 0:
+                # Few and large pulls: each waits on the server until it is used up, and the server refuses too many waiting.
+                if room > 0 and (self._outstanding == 0 or room >= self.capacity // 4):
                     await _send_pull(self._bus, self.stream, self.name, inbox, room)
                     self._outstanding += room
                 if not arrived:
@@ -294,6 +314,11 @@ class WorkConsumer:
                     if status is not None:
                         left = int((message.headers or {}).get("Nats-Pending-Messages", "0") or 0)
                         self._outstanding = max(0, self._outstanding - left) if status in ("404", "408", "409") else 0
+                        if _consumer_is_gone(message, status):
+                            log.warning("consumer is gone, creating it again", consumer=self.name)
+                            await asyncio.sleep(0.5)
+                            await self.create()
+                            self._outstanding = 0
                         continue
                     self._outstanding = max(0, self._outstanding - 1)
                     task = asyncio.create_task(self._handle(message, handler))

@@ -30,9 +30,17 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     threads: int  # of the compute libraries, per process
 
     def environment(self) -> dict[str, str]:
-        """Variables for a child process that shall use this device; they must be set before torch or DeepSpeed is imported."""
+        """Variables of a process that shall use this device; they must be set before torch or DeepSpeed is imported.
+
+        Waiting threads sleep instead of spinning: on cores shared with engines or sandboxes a spinning thread stalls the rest.
+        """
         count = str(self.threads)
-        return {"DS_ACCELERATOR": self.accelerator, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
+        return {
+            "DS_ACCELERATOR": self.accelerator,
+            "OMP_NUM_THREADS": count,
+            "MKL_NUM_THREADS": count,
+            "OMP_WAIT_POLICY": "passive",
+        }
 
 
 def choose_device(

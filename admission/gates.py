@@ -1,0 +1,141 @@
+"""The gates: may this group update policy version `v`? The one place that decides staleness and eligibility.
+
+Lag is (version about to be updated) - (oldest version among the group's sampled tokens), counted when the group is handed over,
+so that time in queues counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from schemas.group import ReadyGroup, Sibling
+from schemas.ledger import AbandonReason, QuarantineReason
+from schemas.termination import RETRYABLE
+
+
+class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a verdict of the gates depends on besides the group, the version and the incarnation."""
+
+    max_lag: int
+    versions: Literal["mixed", "homogeneous"] = "mixed"
+    zero_variance: Literal["keep", "skip"] = "keep"
+    min_rewards: int = 2
+    manifest: str = (
+        ""  # the behaviour manifest that every group must have; empty: each group must only agree with its own lease
+    )
+
+    def hash(self) -> str:
+        """First 16 hex digits of the SHA-256 over the canonical encoding; stands in every ledger entry."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Eligible:
+    """The group may enter the batch."""
+
+    lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """A whole group that must not be trained on."""
+
+    reason: QuarantineReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """A group that infrastructure kept from becoming a trainable one."""
+
+    reason: AbandonReason
+    detail: str
+
+
+Decision = Eligible | Quarantine | Abandon
+
+
+def lag_of(group: ReadyGroup, version: int) -> int:
+    """Lag of a group that would update policy `version`; a group without sampled tokens counts from version -1."""
+    return version - group.oldest_version()
+
+
+def judge(group: ReadyGroup, version: int, incarnation: int, settings: GateSettings) -> Decision:
+    """Decide one group for the batch that updates `version`. The first gate that refuses gives the reason."""
+    return (
+        _infrastructure(group)
+        or _trust(group)
+        or _alignment(group, settings)
+        or _branch(group, version, incarnation)
+        or _freshness(group, version, settings)
+        or _signal(group, settings)
+        or Eligible(lag_of(group, version))
+    )
+
+
+def _infrastructure(group: ReadyGroup) -> Abandon | None:
+    lost = [f"slot {s.slot}: {s.termination}" for s in group.siblings if s.termination in RETRYABLE]
+    return Abandon(AbandonReason.INFRA_ABORT, "; ".join(lost)) if lost else None
+
+
+def _trust(group: ReadyGroup) -> Quarantine | None:
+    for status, reason in (("tampered", QuarantineReason.TAMPERED), ("verifier_error", QuarantineReason.VERIFIER_ERROR)):
+        if slots := [s.slot for s in group.siblings if s.status == status]:
+            return Quarantine(reason, f"slots {slots}")
+    return None
+
+
+def _alignment(group: ReadyGroup, settings: GateSettings) -> Quarantine | None:
+    slots = sorted(s.slot for s in group.siblings)
+    if slots != list(range(group.group_size)):
+        return Quarantine(QuarantineReason.INCOMPLETE, f"slots {slots} of {group.group_size}")
+    if not _sampled(group):
+        return Quarantine(QuarantineReason.INCOMPLETE, "no sibling has a sampled token")
+    if broken := [s.slot for s in group.siblings if not s.finite]:
+        return Quarantine(QuarantineReason.LOGPROBS, f"slots {broken}: log-probabilities missing, not finite or not aligned")
+    if other := [f"slot {s.slot}: {s.manifest}" for s in group.siblings if s.manifest != group.manifest]:
+        return Quarantine(QuarantineReason.MANIFEST, f"leased under {group.manifest}; {'; '.join(other)}")
+    if settings.manifest and group.manifest != settings.manifest:
+        return Quarantine(
+            QuarantineReason.MANIFEST, f"leased under {group.manifest}, the trainer works under {settings.manifest}"
+        )
+    return None
+
+
+def _branch(group: ReadyGroup, version: int, incarnation: int) -> Quarantine | None:
+    """A version above the one about to be updated, or of an older incarnation, is of a branch that the trainer has left."""
+    if group.newest_version() > version:
+        detail = f"sampled under version {group.newest_version()}, which the trainer at {version} has not made"
+        return Quarantine(QuarantineReason.INCARNATION, detail)
+    oldest = min(s.incarnation for s in _sampled(group))
+    if oldest < incarnation:
+        return Quarantine(QuarantineReason.INCARNATION, f"sampled under incarnation {oldest}, the trainer is in {incarnation}")
+    return None
+
+
+def _freshness(group: ReadyGroup, version: int, settings: GateSettings) -> Quarantine | None:
+    oldest, newest = group.oldest_version(), group.newest_version()
+    if settings.versions == "homogeneous" and oldest != newest:
+        return Quarantine(QuarantineReason.MIXED_VERSIONS, f"versions {oldest} to {newest}")
+    if lag_of(group, version) > settings.max_lag:
+        return Quarantine(QuarantineReason.STALE, f"lag {lag_of(group, version)} exceeds {settings.max_lag}")
+    return None
+
+
+def _signal(group: ReadyGroup, settings: GateSettings) -> Quarantine | None:
+    rewards = [reward for reward in group.rewards() if reward is not None]
+    if len(rewards) < settings.min_rewards:
+        return Quarantine(
+            QuarantineReason.TOO_FEW_REWARDS, f"{len(rewards)} rewarded siblings of {settings.min_rewards} needed"
+        )
+    if settings.zero_variance == "skip" and len(set(rewards)) == 1:
+        return Quarantine(QuarantineReason.ZERO_VARIANCE, f"every reward is {rewards[0]}")
+    return None
+
+
+def _sampled(group: ReadyGroup) -> list[Sibling]:
+    return [s for s in group.siblings if s.sampled_tokens]

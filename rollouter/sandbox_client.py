@@ -1,0 +1,120 @@
+"""The client side of sandboxes: reset anywhere, then stay with the executor that answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from rollouter.replies import NoAnswer, Replies
+from schemas.message import Message
+from schemas.sandbox import Lane, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
+from services.bus import Bus, BusError
+from services.health import Health
+from services.sandbox.classify import is_package_heavy
+
+log = structlog.get_logger()
+_CLEANUP_S = 3.0
+
+
+class SandboxLost(Exception):
+    """The sandbox, its executor or its answer is gone; the slot is an infrastructure abort."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sandbox:
+    """A living sandbox and where it lives."""
+
+    name: str
+    executor: str
+    state_hash: str
+
+
+class Sandboxes:
+    """Sends sandbox commands and waits for their results.
+
+    Consumes: `sbx.out.<requester>`. Produces: `sbx.req.<lane>.<executor|any>`. Waits for: a result, until its deadline. A
+    command's id names it for ever: the queue may deliver a request twice, the executor runs it once. On error: `SandboxLost`.
+    """
+
+    def __init__(self, bus: Bus, requester: str, timeout_s: float, health: Health) -> None:
+        self._bus = bus
+        self._requester = requester
+        self._timeout_s = timeout_s
+        self._health = health
+        self._replies = Replies(bus, "sbxout-{x}", requester, SandboxResult, lambda result: result.command_id, health)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Receive results until `stop`."""
+        await self._replies.run(stop)
+
+    async def reset(self, name: str, owner: str, files: Mapping[str, bytes]) -> Sandbox:
+        """A new sandbox that holds exactly `files`."""
+        request = SandboxReset(
+            command_id=f"{name}.reset",
+            requester=self._requester,
+            sandbox=name,
+            owner=owner,
+            files=dict(files),
+            deadline_ns=self._deadline(self._timeout_s),
+        )
+        result = await self._ask("reset", "any", request.command_id, request, self._timeout_s)
+        if result.status != "ok":
+            raise SandboxLost(f"reset on {result.executor}: {result.status} {result.error}")
+        return Sandbox(name=name, executor=result.executor, state_hash=result.state_hash)
+
+    async def command(self, sandbox: Sandbox, command_id: str, command: str, timeout_s: float) -> SandboxResult:
+        """Run one command. A result with status `refused` means that this command cannot be run at all and nothing happened."""
+        patience_s = self._timeout_s + timeout_s
+        request = SandboxRun(
+            command_id=command_id,
+            requester=self._requester,
+            sandbox=sandbox.name,
+            command=command,
+            timeout_s=timeout_s,
+            deadline_ns=self._deadline(patience_s),
+        )
+        lane: Lane = "package" if is_package_heavy(command) else "command"
+        result = await self._ask(lane, sandbox.executor, command_id, request, patience_s)
+        if result.status not in ("ok", "refused"):
+            raise SandboxLost(f"command {command_id} on {sandbox.executor}: {result.status} {result.error}")
+        return result
+
+    async def seal(self, sandbox: Sandbox) -> SandboxResult:
+        """Export the terminal state; the executor cleans up by itself afterwards."""
+        request = SandboxSeal(
+            command_id=f"{sandbox.name}.seal",
+            requester=self._requester,
+            sandbox=sandbox.name,
+            deadline_ns=self._deadline(self._timeout_s),
+        )
+        result = await self._ask("command", sandbox.executor, request.command_id, request, self._timeout_s)
+        if result.status != "ok" or result.state is None:
+            raise SandboxLost(f"seal on {sandbox.executor}: {result.status} {result.error}")
+        return result
+
+    async def discard(self, name: str, executor: str) -> None:
+        """Have a given-up sandbox removed. Nobody waits for it; the executor's reaper is the second line."""
+        request = SandboxCleanup(command_id=f"{name}.cleanup", requester="", sandbox=name)
+        try:
+            async with asyncio.timeout(_CLEANUP_S):
+                await self._bus.publish(self._bus.subjects.sandbox("cleanup", executor), request)
+        except (BusError, TimeoutError) as error:
+            log.info("cleanup not delivered", sandbox=name, error=repr(error))
+
+    async def _ask(self, lane: Lane, executor: str, command_id: str, request: Message, timeout_s: float) -> SandboxResult:
+        subject = self._bus.subjects.sandbox(lane, executor)
+        culprit = f"{executor} ({lane} lane)"
+        with self._health.waiting(f"sandbox result {command_id}", culprit, timeout_s, "the slot is an infrastructure abort"):
+            try:
+                return await self._replies.ask(command_id, lambda: self._bus.publish(subject, request), timeout_s)
+            except NoAnswer as error:
+                self._health.count("sandbox_timeouts")
+                raise SandboxLost(f"{command_id} on {executor}: {error}") from error
+
+    @staticmethod
+    def _deadline(seconds: float) -> int:
+        return time.time_ns() + int(seconds * 1e9)

@@ -1,0 +1,176 @@
+"""The `headrace` command. Mistakes of the user are one clear line on standard error and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from schemas.table import Role
+from services.bus import BusError
+from services.child import follow_lifeline
+from services.config import Config, ConfigError, load, to_toml
+from services.logs import start_logging
+from services.nats_server import ServerError
+from services.registry import SERVE, load_serve
+from services.run_folder import RunFolderError, url_file
+
+EXIT_OK, EXIT_USER_ERROR = 0, 2
+Command = Callable[[argparse.Namespace], int]
+
+
+class UsageError(ValueError):
+    """A command line that cannot be carried out; the text says what to give instead."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out one command and give its exit code."""
+    options = _parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        return command(options)
+    except (ConfigError, UsageError, BusError, ServerError, RunFolderError) as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headrace", description="Asynchronous streaming RL for language-model agents.")
+    parser.add_argument("--version", action="version", version=f"headrace {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    up = _command(commands, "up", _up, "run everything on this machine")
+    up.add_argument("--max-steps", type=int, metavar="N", help="stop after N batches (run.max_steps); 0: until stopped")
+    up.add_argument("--fresh", action="store_true", help="move an older run folder of this name aside and begin anew")
+
+    run = _command(commands, "run", _run, "run one service")
+    run.add_argument("service", choices=[str(role) for role in SERVE], metavar="SERVICE", help=", ".join(SERVE))
+    run.add_argument("--instance", default="0", metavar="NAME", help="name of this replica; for an engine, its engine name")
+    run.add_argument("--health-port", type=int, default=0, metavar="PORT", help="serve /healthz and /status here")
+
+    _command(commands, "check", _check, "print the resolved configuration, or say what is wrong with it")
+
+    status = _command(commands, "status", _status, "show services, what they wait for, engines and group counts")
+    status.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started")
+
+    watch = _command(commands, "watch", _watch, "show the progress of a run on an existing NATS, and write its metrics")
+    watch.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started")
+
+    evaluate = _command(commands, "eval", _eval, "evaluate the starting policy on both held-out splits")
+    evaluate.add_argument("--attempts", type=int, metavar="N", help="attempts on each split")
+    evaluate.add_argument("--json", metavar="OUT", help="write the result here as well")
+
+    _command(commands, "sft", _sft, "train the example's warm start on demonstrations")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--config", metavar="FILE", help="configuration (TOML)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="override one setting; repeatable"
+    )
+    parser.add_argument("--nats", metavar="URL", help="NATS server(s), comma-separated (nats.url)")
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _config(options: argparse.Namespace, *more: str) -> Config:
+    overrides = list(options.set) + list(more)
+    if options.nats:
+        overrides.append(f'nats.url="{options.nats}"')
+    return load(options.config, overrides)
+
+
+def _up(options: argparse.Namespace) -> int:
+    from services.stack import up
+
+    more = [] if options.max_steps is None else [f"run.max_steps={options.max_steps}"]
+    return asyncio.run(up(_config(options, *more), fresh=options.fresh))
+
+
+def _run(options: argparse.Namespace) -> int:
+    follow_lifeline()
+    config = _config(options)
+    if not config.nats.url:
+        raise UsageError("no server given; pass --nats URL or set nats.url (`headrace up` starts an embedded one)")
+    from services.runtime import run_service
+
+    role = Role(options.service)
+    return run_service(role, options.instance, config, load_serve(role), health_port=options.health_port)
+
+
+def _check(options: argparse.Namespace) -> int:
+    print(to_toml(_config(options)), end="")
+    return EXIT_OK
+
+
+def _status(options: argparse.Namespace) -> int:
+    from services.status import show
+
+    _quiet_logs()
+    return asyncio.run(show(_existing(options)))
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from services.stack import watch
+
+    _quiet_logs()
+    return asyncio.run(watch(_existing(options)))
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from services.evaluation import evaluate
+
+    return asyncio.run(evaluate(_config(options), options.attempts, Path(options.json) if options.json else None))
+
+
+def _sft(options: argparse.Namespace) -> int:
+    if not options.config:
+        raise UsageError("`headrace sft` needs --config FILE with an [sft] table")
+    run: Callable[[list[str]], int] = importlib.import_module("trainer.sft").main
+    return run(["--config", options.config])
+
+
+def _existing(options: argparse.Namespace) -> Config:
+    """The configuration of a run that goes on elsewhere: from its folder, or from --config with --nats."""
+    if not options.run_folder:
+        config = _config(options)
+        if config.nats.url:
+            return config
+        options.run_folder = str(config.run_folder())
+    folder = Path(options.run_folder)
+    options.config = options.config or str(folder / "config.toml")
+    config = _config(options)
+    if config.nats.url:
+        return config
+    if not url_file(folder).is_file():
+        raise UsageError(f"no run is known at {folder}; pass --run-folder DIR or --nats URL")
+    return _config(options, f'nats.url="{url_file(folder).read_text(encoding="ascii").strip()}"')
+
+
+def _quiet_logs() -> None:
+    """What a person asks for goes to the terminal; of the rest, errors alone."""
+    start_logging("cli", "0", "error")
+
+
+def _version() -> str:
+    try:
+        return version("headrace")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

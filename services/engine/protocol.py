@@ -1,0 +1,223 @@
+"""What every serving engine promises: tokens in, tokens out with versions, and whole, verified weights.
+
+Consumes: prompt ids, a sampler, weight updates in checkpoint coordinates. Produces: `Generation` and `AppliedWeights`.
+The service around an engine owns the bus; an engine knows nothing of it. Three engines implement this: vLLM, the embedded
+`transformers` engine, and a simulated one for load tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from schemas.trajectory import SamplingConfig, VersionSpan
+
+Mode = Literal["finish_old", "continue_keep", "continue_recompute"]
+FinishReason = Literal["stop", "length", "abort"]
+# name in the checkpoint, bfloat16 bits (any layout, C order), shape
+CheckpointTensor = tuple[str, npt.NDArray[np.uint16], tuple[int, ...]]
+
+
+class EngineError(RuntimeError):
+    """Root of everything an engine raises on purpose."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine cannot be built here; the text says which package or device is missing."""
+
+
+class RequestRefused(EngineError):
+    """The request itself is impossible (too long, unknown token id, id already in flight); retrying it changes nothing."""
+
+
+class Unserviceable(EngineError):
+    """The engine holds weights that it could not verify; it serves nothing until an `apply` succeeds."""
+
+
+class LogprobsMissing(EngineError):
+    """The engine returned a sampled token without a usable log-probability; the turn is lost, never padded."""
+
+
+class WeightsRejected(EngineError):
+    """A weight update failed to load, or the loaded weights do not have the announced digest."""
+
+
+class DrainTimeout(EngineError):
+    """In-flight generations did not reach the boundary in time; nothing was changed and the old weights go on serving."""
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished generation. All arrays have one length S; the sampled stop token is part of them.
+
+    `logprobs` are those of the distribution that was sampled from (after temperature, top-k, top-p); at temperature 0 that
+    distribution is a point mass, so they are 0. `raw_logprobs` are those of the untransformed model, None when it cannot tell.
+    """
+
+    request_id: str
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    raw_logprobs: npt.NDArray[np.float32] | None
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    stop_reason: str = ""  # the stop token id, or why it was aborted
+    cached_prompt_tokens: int = 0
+    weight_digest: str = ""  # of the weights that sampled the last token
+
+
+class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """New weights: the changed tensors whole, in checkpoint coordinates, and the digest of the complete result.
+
+    `load()` may be called more than once and from another thread. After a `WeightsRejected` the next update must bring every
+    tensor that the failed one may have touched; bringing all of them is always right.
+    """
+
+    version: int
+    incarnation: int = 0
+    digest: str
+    load: Callable[[], Iterator[CheckpointTensor]]
+
+
+class AppliedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """The receipt of a verified switch."""
+
+    version: int
+    incarnation: int
+    digest: str
+    tensors: int
+    bytes: int
+    continued: int  # generations that were in flight across the switch
+    drained: int  # generations that were finished first
+    drain_s: float
+    load_s: float
+    verify_s: float
+    closed_s: float  # how long new generations had to wait
+
+
+class WeightState(msgspec.Struct, frozen=True, kw_only=True):
+    """Which weights the engine holds. `digest` is what was read back, never what was announced."""
+
+    version: int
+    incarnation: int
+    digest: str
+    serviceable: bool
+    reason: str = ""  # why not serviceable
+
+
+class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What this engine can do, so that the service can refuse a configuration before the first request."""
+
+    modes: tuple[Mode, ...] = ("finish_old", "continue_keep", "continue_recompute")
+    raw_logprobs: bool = True  # raw log-probabilities also where the sampler transforms
+    per_request_seed: bool = True
+    prefix_cache: bool = True
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    real_tokens: bool = True  # false: ids and log-probabilities are invented (load tests)
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot for the router. Counters are since start."""
+
+    running: int
+    waiting: int
+    kv_usage: float  # 0..1
+    prefix_queries: int  # prompt tokens looked up
+    prefix_hits: int  # of them found
+    generated_tokens: int
+    preemptions: int = 0
+
+
+class Engine(Protocol):
+    """One serving engine. Lifecycle: built → `start` → serving → `stop`; both are idempotent.
+
+    Any number of `generate` calls may be in flight; `apply` calls are serialized by the engine. Cancelling a `generate` task
+    aborts the request in the engine.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def build(self) -> str:
+        """Backend, version, device and dtype in words, e.g. `vllm 0.32.0 cpu float32`. Known after `start`."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Known after `start`."""
+
+    @property
+    def weights(self) -> WeightState:
+        """Known after `start`."""
+
+    async def start(self) -> None:
+        """Load the checkpoint, read it back, and serve it under the configured initial version."""
+
+    async def stop(self) -> None:
+        """Abort what is in flight (it returns with finish reason `abort`) and free everything."""
+
+    async def generate(
+        self, request_id: str, prompt_ids: npt.NDArray[np.int32], sampling: SamplingConfig, session: str = ""
+    ) -> Generation:
+        """Continue `prompt_ids` (int32 [P], P ≥ 1). `session` is a hint for prefix reuse.
+
+        Raises `RequestRefused`, `Unserviceable`, `LogprobsMissing`.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """Make the generation return what it has, with finish reason `abort`. An unknown id is ignored."""
+
+    async def apply(self, update: WeightUpdate, mode: Mode) -> AppliedWeights:
+        """Switch to `update`, verify by reading back, invalidate the prefix cache, then serve.
+
+        `finish_old`: generations in flight end under the old weights first; new ones wait. `continue_keep` and
+        `continue_recompute`: they stop at a token boundary and go on under the new weights, their KV kept or recomputed.
+        Raises `WeightsRejected` (the engine is then unserviceable, and what was in flight across the switch returns with
+        finish reason `abort`, holding only tokens of verified weights) or `DrainTimeout` (nothing changed).
+        """
+
+    async def weight_digest(self) -> str:
+        """Read the runtime parameters back into checkpoint coordinates and digest them, now."""
+
+    async def load(self) -> EngineLoad: ...
+
+
+def checked_logprobs(values: npt.NDArray[Any], what: str, request_id: str) -> npt.NDArray[np.float32]:
+    """float32 copy of `values`; raises `LogprobsMissing` for NaN, infinities, the -9999 sentinel, or a positive value."""
+    out = np.asarray(values, dtype=np.float32)
+    bad = ~np.isfinite(out) | (out <= -9998.0) | (out > 1e-4)
+    if bad.any():
+        where = int(np.flatnonzero(bad)[0])
+        raise LogprobsMissing(f"{request_id}: {what}[{where}] is {out[where]}; every sampled token needs a finite log-probability")
+    return np.minimum(out, np.float32(0.0))
+
+
+def checked_request(
+    request_id: str, prompt_ids: npt.NDArray[np.int32], sampling: SamplingConfig, capabilities: EngineCapabilities
+) -> npt.NDArray[np.int32]:
+    """The prompt as contiguous int32 [P]; raises `RequestRefused` naming the field, the value and the rule."""
+    ids = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+    if ids.ndim != 1 or ids.size == 0:
+        raise RequestRefused(f"{request_id}: prompt_ids has shape {ids.shape}; it must be one-dimensional and not empty")
+    if int(ids.min()) < 0 or int(ids.max()) >= capabilities.vocab_size:
+        raise RequestRefused(f"{request_id}: prompt_ids holds an id outside 0..{capabilities.vocab_size - 1}")
+    if sampling.max_tokens < 1:
+        raise RequestRefused(f"{request_id}: max_tokens is {sampling.max_tokens}; it must be at least 1")
+    if ids.size + sampling.max_tokens > capabilities.max_model_len:
+        raise RequestRefused(
+            f"{request_id}: prompt {ids.size} + max_tokens {sampling.max_tokens} exceed max_model_len {capabilities.max_model_len}"
+        )
+    if not sampling.temperature >= 0.0 or not 0.0 < sampling.top_p <= 1.0 or sampling.top_k < 0:
+        raise RequestRefused(
+            f"{request_id}: temperature {sampling.temperature} (≥ 0), top_p {sampling.top_p} (0 < p ≤ 1) "
+            f"or top_k {sampling.top_k} (≥ 0) is out of range"
+        )
+    if any(not 0 <= token < capabilities.vocab_size for token in sampling.stop_token_ids):
+        raise RequestRefused(f"{request_id}: stop_token_ids {sampling.stop_token_ids} leave 0..{capabilities.vocab_size - 1}")
+    return ids

@@ -1,0 +1,247 @@
+"""The engine service: serves generations and changes weights only to what it has verified whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from param_sync.patch.codec import apply as apply_patch
+from param_sync.patch.errors import PatchError
+from param_sync.patch.snapshot import Snapshot
+from schemas.arrays import Array
+from schemas.codec import CodecError, decode_any
+from schemas.generation import AbortRequest, GenerateRequest, GenerateResult
+from schemas.policy import ApplyOrder, EnginePhase, EngineState
+from schemas.table import Stream
+from services import blobs
+from services.bus import IntegrityError, Item
+from services.consume import WorkConsumer, fold
+from services.base_weights import snapshot_of
+from services.engine.protocol import DrainTimeout, Engine, EngineError, RequestRefused, WeightsRejected, WeightUpdate
+from services.engine.from_config import engine_from_config
+from services.health import pause
+from services.runtime import ServiceContext
+from services.tracing import span
+
+log = structlog.get_logger()
+_HEARTBEAT_S = 1.0
+_ABORT_HEADROOM = 16
+
+
+async def serve(context: ServiceContext) -> None:
+    """One serving engine.
+
+    Consumes: `gen.req.<engine>` and `policy.apply.<engine>`. Produces: `gen.out.<requester>`, `policy.engine.<engine>` after every
+    confirmed change, `reg.engine.<engine>` as heartbeat. Waits for: the order that names the version of its weights; until then
+    it refuses requests. On error: a request's error is its result; weights that fail verification take the engine out of service
+    until an order from an anchor succeeds. On stop: no new requests, running generations end, then the engine is freed.
+    """
+    service = EngineService(context)
+    await service.start()
+    requests = WorkConsumer(
+        context.bus, "engine-{x}", x=context.instance, capacity=context.config.engine.max_running * 2 + _ABORT_HEADROOM
+    )
+    ended = asyncio.Event()
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(service.follow_orders(ended))
+            group.create_task(service.beat(ended))
+            context.ready()
+            await requests.run(service.handle, context.stop)
+            context.health.enter("draining")
+            service.phase = "draining"
+            await service.announce()
+            ended.set()
+    finally:
+        await service.engine.stop()
+
+
+class EngineService:
+    """One engine, the shadow of its verified weights, and what it says of itself."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._bus = context.bus
+        self.name = context.instance
+        self.engine: Engine = engine_from_config(context.config, context.instance)
+        self.phase: EnginePhase = "starting"
+        self._version = -1
+        self._incarnation = 0
+        self._shadow: Snapshot | None = None  # what the engine holds, verified; None after a rejected change
+        self._base: Snapshot | None = None
+        self._order_id = ""
+        self._error = ""
+        self._paused_s = 0.0
+
+    async def start(self) -> None:
+        """Load the checkpoint and prove that the engine holds exactly its bits."""
+        self._base = await asyncio.to_thread(snapshot_of, self._context.config.policy.model)
+        self._shadow = self._base
+        await self.engine.start()
+        held = self.engine.weights.digest
+        if held != self._base.digest:
+            raise EngineError(f"the engine holds digest {held[:12]} after loading a checkpoint of digest {self._base.digest[:12]}")
+        log.info("engine started", build=self.engine.build, digest=held[:12])
+        await self.announce()
+
+    # -- generation ----------------------------------------------------------------------------------------------------------
+
+    async def handle(self, item: Item) -> None:
+        """One request or abort. Every request is answered exactly once by this engine, with tokens or with the reason why not."""
+        message = decode_any(item.data)
+        if isinstance(message, AbortRequest):
+            await self.engine.abort(message.request_id)
+            return
+        if not isinstance(message, GenerateRequest):
+            raise CodecError(f"gen.req carries a {type(message).__name__}; only generate and abort requests belong there")
+        if message.deadline_ns and time.time_ns() > message.deadline_ns:
+            self._context.health.count("expired_requests")
+            return
+        with span("generate", item.headers, engine=self.name, request=message.request_id):
+            result = await self._generate(message)
+        await self._bus.publish(self._bus.subjects.generated(message.requester), result)
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        started = time.time_ns()
+        if self.phase not in ("serving", "applying") or self._version < 0:
+            return self._failed(request, "refused", f"engine {self.name} is {self.phase}", started)
+        try:
+            out = await self.engine.generate(
+                request.request_id, request.prompt_ids.of_kind("prompt_ids", "int32", 1), request.sampling, request.session
+            )
+        except RequestRefused as error:
+            return self._failed(request, "refused", str(error), started)
+        except EngineError as error:
+            log.warning("generation failed", request=request.request_id, error=str(error))
+            return self._failed(request, "error", str(error), started)
+        self._context.health.count("generations")
+        self._context.health.count("generated_tokens", len(out.ids))
+        return GenerateResult(
+            request_id=request.request_id,
+            engine=self.name,
+            generator=self.engine.build,
+            status="aborted" if out.finish_reason == "abort" else "ok",
+            sampled_ids=Array.of(out.ids),
+            logprobs=Array.of(out.logprobs),
+            raw_logprobs=None if out.raw_logprobs is None else Array.of(out.raw_logprobs),
+            versions=out.versions,
+            weight_digest=out.weight_digest,
+            finish_reason=out.finish_reason,
+            stop_reason=out.stop_reason,
+            cached_prompt_tokens=out.cached_prompt_tokens,
+            started_ns=started,
+            finished_ns=time.time_ns(),
+        )
+
+    def _failed(self, request: GenerateRequest, status: str, error: str, started: int) -> GenerateResult:
+        return GenerateResult(
+            request_id=request.request_id,
+            engine=self.name,
+            generator=self.engine.build,
+            status="refused" if status == "refused" else "error",
+            error=error,
+            started_ns=started,
+            finished_ns=time.time_ns(),
+        )
+
+    # -- weights -------------------------------------------------------------------------------------------------------------
+
+    async def follow_orders(self, stop: asyncio.Event) -> None:
+        """Take param_sync's orders one after another; only the newest one counts when several have piled up."""
+        async for item in fold(self._bus, Stream.POLICY, f"policy.apply.{self.name}", stop=stop, latest_per_subject=True):
+            if item is not None:
+                await self._obey(item.decode(ApplyOrder))
+
+    async def _obey(self, order: ApplyOrder) -> None:
+        if (order.incarnation, order.version) <= (self._incarnation, self._version) and self.phase == "serving":
+            return
+        was = self.phase
+        self._order_id = order.order_id
+        try:
+            target = await self._prepare(order)
+            self.phase = "applying"
+            await self.announce()
+            await self._switch(target, order)
+        except DrainTimeout as error:
+            self.phase, self._error = was, str(error)
+            log.warning("weights not changed", version=order.version, error=str(error))
+        except (WeightsRejected, PatchError, IntegrityError) as error:
+            rejected = isinstance(error, WeightsRejected)
+            if rejected:
+                self._shadow = None
+            self.phase, self._error = "failed", f"{type(error).__name__}: {error}"
+            log.error("weights rejected", version=order.version, error=str(error))
+        await self.announce()
+
+    async def _prepare(self, order: ApplyOrder) -> Snapshot:
+        """Fetch and verify every link while the engine still serves. Raises `PatchError` or `IntegrityError`."""
+        held = self._shadow
+        if held is not None and self._version >= 0:
+            held = Snapshot(self._version, self._incarnation, held.tensors, held.entries, held.digest)
+        for link in order.links:
+            if link.form == "anchor" and held is not None and held.digest == link.digest:
+                held = Snapshot(link.version, link.incarnation, held.tensors, held.entries, held.digest)
+                continue
+            for reference in link.objects:
+                data = await blobs.get(self._bus, reference)
+                held = await asyncio.to_thread(apply_patch, held if link.form == "patch" else None, data)
+        if held is None or (held.digest, held.version) != (order.digest, order.version):
+            raise IntegrityError(
+                f"order {order.order_id}: its links lead to {'nothing' if held is None else held.digest[:12]}, "
+                f"announced is {order.digest[:12]} (version {order.version})"
+            )
+        return held
+
+    async def _switch(self, target: Snapshot, order: ApplyOrder) -> None:
+        """Load what differs, let the engine prove it, then serve. Raises `WeightsRejected` or `DrainTimeout`."""
+        before = self._shadow.entries if self._shadow is not None else {}
+        changed = [name for name, entry in target.entries.items() if before.get(name) != entry]
+        update = WeightUpdate(
+            version=order.version,
+            incarnation=order.incarnation,
+            digest=target.digest,
+            load=lambda: iter([(n, target.tensors[n].data, target.tensors[n].shape) for n in changed]),
+        )
+        with span("apply", None, engine=self.name, version=order.version):
+            receipt = await self.engine.apply(update, order.mode)
+        self._shadow = target
+        self._version, self._incarnation = order.version, order.incarnation
+        self._paused_s, self._error, self.phase = receipt.closed_s, "", "serving"
+        log.info("serving", version=order.version, digest=target.digest[:12], tensors=len(changed), paused_s=round(receipt.closed_s, 4))
+
+    # -- what it says --------------------------------------------------------------------------------------------------------
+
+    async def announce(self) -> None:
+        """A confirmed change, on POLICY for the record and in the registry for the routers."""
+        state = await self.state()
+        await self._bus.publish(self._bus.subjects.engine_state(self.name), state)
+        await self._bus.publish(self._bus.subjects.engine_heartbeat(self.name), state)
+
+    async def beat(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            await self._bus.publish(self._bus.subjects.engine_heartbeat(self.name), await self.state())
+            await pause(stop, _HEARTBEAT_S)
+
+    async def state(self) -> EngineState:
+        load = await self.engine.load()
+        return EngineState(
+            run=self._bus.run,
+            engine=self.name,
+            generator=self.engine.build,
+            phase=self.phase,
+            version=self._version,
+            incarnation=self._incarnation,
+            digest=self._shadow.digest if self._shadow is not None else "",
+            running=load.running,
+            waiting=load.waiting,
+            max_running=self._context.config.engine.max_running,
+            order_id=self._order_id,
+            error=self._error,
+            paused_s=self._paused_s,
+            prefix_hit_tokens=load.prefix_hits,
+            prefix_query_tokens=load.prefix_queries,
+            generated_tokens=load.generated_tokens,
+            at_ns=time.time_ns(),
+        )

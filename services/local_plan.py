@@ -1,0 +1,85 @@
+"""What a local run starts: the embedded server and one process per service, as command lines with their environments."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Literal
+
+from schemas.table import Role
+from services.child import LIFELINE, ChildSpec
+from services.config import Config
+from services.nats_server import binary, configuration
+from services.registry import instances
+from services.run_folder import RunFolder
+
+_HEAD_ROOM = 1.1  # the server counts what streams reserve, and file blocks round up
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
+_FIRST_TO_STOP = (Role.SAMPLER, Role.ROLLOUTER)  # while what they wait for still answers
+
+
+def label_of(role: Role | str, instance: str) -> str:
+    """Name of a service process in logs and messages."""
+    return f"{role}-{instance}"
+
+
+def server_plan(config: Config, folder: RunFolder, port: int) -> ChildSpec:
+    """The embedded server on its own store. It inherits the folder's lock: the store is in use for as long as it lives."""
+    home = (folder.path / "nats").resolve()
+    text = configuration(store=home / "store", port=port, max_file_bytes=int(config.nats.store_bytes * _HEAD_ROOM) + 2**26)
+    (home / "nats.conf").write_text(text, encoding="utf-8")
+    return ChildSpec(
+        label="nats-server",
+        argv=(binary(), "-c", str(home / "nats.conf")),
+        log=folder.log("nats-server"),
+        inherit=(folder.lock,),
+    )
+
+
+def service_plan(config: Config, folder: RunFolder, url: str, lifeline: int) -> list[ChildSpec]:
+    """One process per service instance, all reading the run folder's resolved configuration."""
+    return [
+        ChildSpec(
+            label=label_of(role, instance),
+            argv=(
+                *(sys.executable, "-m", "services.cli", "run", str(role), "--instance", instance),
+                *("--config", str(folder.path / "config.toml"), "--nats", url),
+            ),
+            log=folder.log(label_of(role, instance)),
+            environment={**_environment(config, role), LIFELINE: str(lifeline)},
+            inherit=(lifeline,),
+            stage=0 if role in _FIRST_TO_STOP else 1,
+        )
+        for role, instance in instances(config)
+    ]
+
+
+def _environment(config: Config, role: Role) -> dict[str, str]:
+    """Compute threads as configured and one elsewhere: a library that takes every core starves the other services."""
+    threads = {Role.ENGINE: config.engine.cpu_threads, Role.TRAINER: config.trainer.threads}.get(role, 1)
+    environment = dict.fromkeys(_THREAD_VARIABLES, str(threads)) | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if role is Role.TRAINER and config.trainer.device == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"
+    return environment
+
+
+def engine_kind(config: Config) -> Literal["vllm", "transformers", "simulated"]:
+    """The engine kind of this run, `auto` settled once for all engines."""
+    if config.engine.kind != "auto":
+        return config.engine.kind
+    if importlib.util.find_spec("services.engine.registry") is not None:
+        available = importlib.import_module("services.engine.registry").vllm_available()
+    else:
+        available = importlib.util.find_spec("vllm") is not None
+    return "vllm" if available else "transformers"
+
+
+def check_model(config: Config) -> str:
+    """Empty when the model folder looks complete, else what is missing and what to do."""
+    folder = Path(config.policy.model)
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    if not missing:
+        return ""
+    return f"policy.model: {folder} has no {' and no '.join(missing)}; give a model folder, relative to the present folder"

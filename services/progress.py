@@ -1,0 +1,164 @@
+"""The progress of a run on the terminal and in `metrics.jsonl`: one aligned line per step, from the streams alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from schemas.codec import decode_any
+from schemas.ledger import QuarantineEntry
+from schemas.table import Stream
+from schemas.training import StepCommit
+from services.bus import Bus
+from services.config import Config
+from services.consume import fold
+from services.health import pause
+from services.run_folder import MetricsFile
+from services.samples import Samples
+from services.tally import Tally
+
+HEADER = (
+    " step  reward  held-out inst/tmpl  ready  open  quar  lag mean/max   tokens/s   wait s  train s   publ s  engine versions"
+)
+_SETTLE_S = 0.3  # the other folds may be this much behind the commit that a line is printed for
+_FOLDS: tuple[tuple[Stream, tuple[str, ...]], ...] = (
+    (Stream.TASKS, ()),
+    (Stream.READY, ()),
+    (Stream.LEDGER, ()),
+    (Stream.TRAIN, ()),
+    (Stream.POLICY, ("policy.active",)),
+)
+
+
+class Progress:
+    """Consumes: TASKS, READY, LEDGER, TRAIN, `policy.active`. Produces: lines, metrics rows, samples; nothing on the bus.
+
+    Waits for: new items, until `stop`. On error: a hole in a stream or a damaged item is raised. On stop: prints what it knows.
+    """
+
+    def __init__(
+        self, bus: Bus, config: Config, say: Callable[[str], None], metrics: MetricsFile | None, samples: Samples | None
+    ):
+        self.tally = Tally()
+        self.caught_up = asyncio.Event()
+        self.complete = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._bus = bus
+        self._config = config
+        self._say = say
+        self._metrics = metrics
+        self._samples = samples
+        self._behind = {stream for stream, _ in _FOLDS}
+        self._arrived: dict[int, float] = {}  # step -> monotonic time
+        self._positions: dict[Stream, int] = {}
+        self._next_step = 0
+        self._points: set[str] = set()
+        self._headed = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Fold and print until `stop`."""
+        async with asyncio.TaskGroup() as group:
+            for stream, patterns in _FOLDS:
+                group.create_task(self._fold(stream, patterns, stop), name=f"fold-{stream}")
+            if self._samples is not None:
+                group.create_task(self._samples.run(stop), name="samples")
+            while not stop.is_set():
+                self._print(settle_s=_SETTLE_S)
+                if self.caught_up.is_set() and is_complete(self.tally, self._config):
+                    self.complete.set()
+                await pause(stop, 0.1)
+        self._print(settle_s=0.0)
+
+    async def catch_up(self, timeout_s: float) -> None:
+        """Wait until everything stored by now has been seen, at most `timeout_s`."""
+        wanted = {stream: await self._bus.last_sequence(stream) for stream, patterns in _FOLDS if not patterns}
+        deadline = time.monotonic() + timeout_s
+        while any(self._positions.get(stream, 0) < seq for stream, seq in wanted.items()):
+            self._moved.clear()
+            try:
+                await asyncio.wait_for(self._moved.wait(), deadline - time.monotonic())
+            except asyncio.TimeoutError:
+                return
+
+    async def _fold(self, stream: Stream, patterns: tuple[str, ...], stop: asyncio.Event) -> None:
+        async for item in fold(self._bus, stream, *patterns, stop=stop):
+            if item is None:
+                self._behind.discard(stream)
+                if not self._behind:
+                    self.caught_up.set()
+                continue
+            message = decode_any(item.data)
+            self.tally.add(message, item.time_ns)
+            self._positions[stream] = item.seq
+            self._moved.set()
+            if isinstance(message, StepCommit):
+                self._arrived[message.step] = time.monotonic()
+            if self._samples is not None and isinstance(message, (StepCommit, QuarantineEntry)):
+                await self._samples.put(message)
+
+    def _print(self, settle_s: float) -> None:
+        if not self.caught_up.is_set():
+            return
+        while self._next_step in self.tally.steps and time.monotonic() - self._arrived[self._next_step] >= settle_s:
+            self._print_evaluations(self._next_step)
+            self._emit(self.tally.step_row(self._next_step), step_line)
+            self._next_step += 1
+        self._print_evaluations(self._next_step)
+
+    def _print_evaluations(self, version: int) -> None:
+        """Evaluations of policies up to `version`, whose steps have had their lines."""
+        for point, result in sorted(self.tally.evaluations.items()):
+            if point not in self._points and result.step <= version:
+                self._points.add(point)
+                self._emit(self.tally.eval_row(point), eval_line)
+
+    def _emit(self, row: dict[str, Any], form: Callable[[dict[str, Any]], str]) -> None:
+        if self._metrics is not None and not self._metrics.append(row):
+            return  # printed by an earlier start of this run
+        if not self._headed:
+            self._say(HEADER)
+            self._headed = True
+        self._say(form(row))
+
+
+def is_complete(tally: Tally, config: Config) -> bool:
+    """Nothing is left: the last step is committed, and evaluated or (where nothing evaluates it) served by every engine."""
+    last = 0 if config.run.evaluate_only else config.run.max_steps
+    evaluates = config.eval.at_start if last == 0 else config.eval.at_end
+    if last == 0 and not config.run.evaluate_only:
+        return False  # until stopped
+    if last > 0 and last - 1 not in tally.steps:
+        return False
+    if config.run.evaluate_only or (evaluates and config.eval.instance_attempts + config.eval.template_attempts > 0):
+        return any(result.step >= last for result in tally.evaluations.values())
+    return tally.fleet is not None and tally.fleet.oldest >= last
+
+
+def step_line(row: dict[str, Any]) -> str:
+    """A step's row as one aligned line."""
+    groups = row["groups"]
+    lag = f"{row['lag_mean']:.2f}/{row['lag_max']}" if row["lag_max"] is not None else "-"
+    engines = " ".join(f"{name}:{version}" for name, version in sorted(row["engines"].items()))
+    where = f"{groups['ready']:5d} {groups['open']:5d} {groups['quarantined']:5d}"
+    seconds = f"{row['wait_s']:7.2f}  {row['train_s']:7.2f}  {row['publish_s']:7.2f}"
+    reward = f"{row['step']:5d}  {_rate(row['reward_mean']):>6}  {'':19}"
+    return f"{reward}  {where}  {lag:>12}  {row['tokens_per_s']:9.0f}  {seconds}  {engines or '-'}"
+
+
+def eval_line(row: dict[str, Any]) -> str:
+    """An evaluation's row under the same header, with successes and attempts of each split."""
+    splits = row["splits"]
+    rates = [splits[name]["successes"] / max(1, splits[name]["attempts"]) if name in splits else None for name in HELDOUT]
+    counts = ", ".join(
+        f"{splits[n]['successes']}/{splits[n]['attempts']} {n.removeprefix('heldout_')}s" for n in HELDOUT if n in splits
+    )
+    return f"{row['step']:5d}  {'eval':>6}  {' / '.join(_rate(rate) for rate in rates):>19}  {counts}, {row['seconds']:.1f} s"
+
+
+HELDOUT = ("heldout_instance", "heldout_template")
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

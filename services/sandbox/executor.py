@@ -1,0 +1,289 @@
+"""The sandboxes of one host: reset, run, export, snapshot, restore, fork, cleanup; each once by its id.
+
+A command's result is on disk before anybody is told, so a repeated command id gets the recorded result and never runs again. A
+sandbox does not outlive its executor: the next one removes what is left and answers `SandboxLost` for what was not recorded. So
+a command that was cut off by a crash cannot run a second time, and no intent has to be written before it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from services.sandbox.box import Box
+from services.sandbox.command import CommandResult, Limits
+from services.sandbox.cpus import default_lanes
+from services.sandbox.errands import Errands
+from services.sandbox.host import Host, HostConfig
+from services.sandbox.isolation import Isolation
+from services.sandbox.journal import Journal, digest_of
+from services.sandbox.lane_rules import Lane, LaneSpec
+from services.sandbox.lanes import Lanes, LaneStatus
+from services.sandbox.reaper import Reaped
+from services.sandbox.refusals import (
+    BadSandboxId,
+    ExecutorStopped,
+    SandboxConflict,
+    SandboxLost,
+    TooManySandboxes,
+    UnknownSandbox,
+)
+from services.sandbox.resident import Content, ResetResult, Resident
+from services.sandbox.snapshots import Snapshots, is_snapshot_id
+from services.sandbox.state import PackedState, SnapshotManifest
+
+T = TypeVar("T")
+_SANDBOX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One sandbox host. Example: `ExecutorConfig(host=HostConfig(root="/var/lib/headrace/sandbox-0"))`."""
+
+    host: HostConfig
+    limits: Limits = Limits()  # of every sandbox; disk and files are fixed at reset, the rest may differ by command
+    lanes: dict[Lane, LaneSpec] | None = None  # None: laid out for this machine's CPUs
+    max_sandboxes: int = 128
+    max_snapshot_bytes: int = 1 << 30
+    journals_kept: int = 4096  # of sandboxes that are gone, so that late repeats still find their results
+    idle_s: float = 3600.0  # a sandbox that nobody has used for so long is removed by `reap_idle`
+
+
+class CleanupResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The sandbox is confirmed to be gone; `existed` is false if it was so before."""
+
+    sandbox_id: str
+    existed: bool
+
+
+class ExecutorStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """For metrics, and for whoever asks what is being waited for."""
+
+    sandboxes: int
+    max_sandboxes: int
+    sealed: int
+    lost: int
+    lanes: tuple[LaneStatus, ...]
+    isolation: Isolation
+    reaped_at_start: Reaped
+
+
+class Executor:
+    """Belongs to one event loop. All methods may be called at the same time, repeated, and cancelled at any point."""
+
+    def __init__(self, config: ExecutorConfig, host: Host) -> None:
+        self._config, self._host = config, host
+        self._lanes = Lanes(config.lanes or default_lanes(sorted(os.sched_getaffinity(0))))
+        self._snapshots = Snapshots(host.path("snapshots"), config.max_snapshot_bytes)
+        self._errands = Errands()
+        self._residents: dict[str, Resident] = {}
+        self._openings: dict[str, tuple[str, asyncio.Task[ResetResult]]] = {}
+        self._closings: dict[str, asyncio.Task[None]] = {}
+        self._stopped = False
+
+    @classmethod
+    async def start(cls, config: ExecutorConfig) -> Executor:
+        """Take over the root folder and remove a predecessor's leftovers. Raises `RootInUse` or `HostUnusable`."""
+        return cls(config, await asyncio.to_thread(Host.open, config.host))
+
+    async def reset(self, sandbox_id: str, files: Mapping[str, bytes], base_snapshot: str = "") -> ResetResult:
+        """A new sandbox at exactly these files, or at a stored snapshot. The same request again gives the same answer.
+
+        `base_snapshot` is empty, or the state hash that the files must have, or (with no files) the id of a snapshot of this
+        host. Raises `SandboxConflict` if the id stands for other contents, `SandboxLost` if it is spent, `SnapshotMismatch`,
+        `SnapshotUnknown`, `TooManySandboxes`, `LaneBusy`, `SetupFailed`.
+        """
+        self._check_running(sandbox_id)
+        parts = [base_snapshot.encode(), *(part for path, data in sorted(files.items()) for part in (os.fsencode(path), data))]
+        request = digest_of(*parts)
+        opening = self._openings.get(sandbox_id)
+        if opening is None:
+            if len(self._openings) >= self._config.max_sandboxes:
+                raise TooManySandboxes(f"sandbox {sandbox_id}: the host holds {len(self._openings)}, its bound")
+            work = self._open(sandbox_id, request, files, base_snapshot)
+            opening = (request, self._errands.start(work, f"reset {sandbox_id}"))
+            self._openings[sandbox_id] = opening
+        if opening[0] != request:
+            raise SandboxConflict(f"sandbox {sandbox_id}: it was reset to other contents; use another id")
+        return await asyncio.shield(opening[1])
+
+    async def run(
+        self,
+        sandbox_id: str,
+        command_id: str,
+        command: str,
+        timeout_s: float = 10.0,
+        limits: Limits | None = None,
+        *,
+        lane: Lane | None = None,
+    ) -> CommandResult:
+        """Run one shell line in the workspace, once per command id. `lane` None: chosen from the line itself.
+
+        Raises `LaneBusy`, `SandboxBusy`, `SandboxSealed`, `SandboxLost`, `UnknownSandbox`, `CommandRefused`, `SetupFailed`, and
+        `JournalError` if the id was used for another command.
+        """
+        resident = await self._resident(sandbox_id)
+        if resident is None:
+            return await self._recorded(sandbox_id, command_id, command)
+        return await resident.run(command_id, command, timeout_s=timeout_s, limits=limits, lane=lane)
+
+    async def export(self, sandbox_id: str) -> PackedState:
+        """Seal the sandbox: no later command is accepted. Returns its terminal state; repeated calls give the same bytes."""
+        return await (await self._live(sandbox_id)).export()
+
+    async def snapshot(self, sandbox_id: str, environment: str = "") -> SnapshotManifest:
+        """Store the workspace as it is between two commands."""
+        return await (await self._live(sandbox_id)).snapshot(environment)
+
+    async def restore(self, sandbox_id: str, snapshot_id: str, request_id: str) -> ResetResult:
+        """Put a sandbox back to a snapshot, once per request id (which shares its name space with command ids)."""
+        return await (await self._live(sandbox_id)).restore(request_id, snapshot_id)
+
+    async def fork(self, snapshot_id: str, sandbox_id: str) -> ResetResult:
+        """A new sandbox at a snapshot; it shares nothing with the snapshot or with other forks."""
+        return await self.reset(sandbox_id, {}, snapshot_id)
+
+    async def cleanup(self, sandbox_id: str, reason: str = "cleaned up") -> CleanupResult:
+        """Kill and remove a sandbox; returns when that is confirmed. Idempotent. Raises `TeardownUnconfirmed`, `LaneBusy`."""
+        _check_id(sandbox_id)
+        resident = await self._resident(sandbox_id)
+        if resident is None:
+            return CleanupResult(sandbox_id=sandbox_id, existed=False)
+        closing = self._closings.get(sandbox_id)
+        if closing is None:
+            closing = self._errands.start(self._close(sandbox_id, resident, reason), f"cleanup {sandbox_id}")
+            self._closings[sandbox_id] = closing
+        await asyncio.shield(closing)
+        return CleanupResult(sandbox_id=sandbox_id, existed=True)
+
+    async def reap_idle(self) -> tuple[str, ...]:
+        """Remove the sandboxes that nobody has used for `idle_s`; their owners are gone. Returns their ids."""
+        before_s = time.monotonic() - self._config.idle_s
+        idle = [name for name, resident in self._residents.items() if resident.idle and resident.last_used_s < before_s]
+        for sandbox_id in idle:
+            await self.cleanup(sandbox_id, f"nobody used it for {self._config.idle_s:g} s")
+        return tuple(idle)
+
+    async def drop_snapshot(self, snapshot_id: str) -> None:
+        await self._thread(lambda: self._snapshots.drop(snapshot_id))
+
+    def status(self) -> ExecutorStatus:
+        residents = self._residents.values()
+        return ExecutorStatus(
+            sandboxes=len(self._openings),
+            max_sandboxes=self._config.max_sandboxes,
+            sealed=sum(resident.sealed for resident in residents),
+            lost=sum(bool(resident.lost) for resident in residents),
+            lanes=self._lanes.status(),
+            isolation=self._host.isolation,
+            reaped_at_start=self._host.reaped,
+        )
+
+    async def close(self) -> None:
+        """Refuse new work, end every sandbox, free the root folder. Idempotent. Raises `TeardownUnconfirmed`."""
+        self._stopped = True
+        for resident in self._residents.values():
+            resident.stop("the executor stopped")
+        await self._errands.drain()
+        for sandbox_id, resident in list(self._residents.items()):
+            self._closings[sandbox_id] = self._errands.start(self._close(sandbox_id, resident, ""), f"cleanup {sandbox_id}")
+            await self._closings[sandbox_id]
+        await asyncio.to_thread(self._host.close)
+
+    async def _open(self, sandbox_id: str, request: str, files: Mapping[str, bytes], base_snapshot: str) -> ResetResult:
+        try:
+            journal = await self._thread(lambda: Journal.load(self._journal_path(sandbox_id)))
+            if journal.opened is not None:
+                raise SandboxLost(f"sandbox {sandbox_id}: {_why_gone(journal)}; its id is spent")
+            content = await self._thread(lambda: self._content(request, files, base_snapshot))
+            taken = {resident.index for resident in self._residents.values()}
+            index = next(number for number in range(len(taken) + 1) if number not in taken)
+            box = Box(self._host, sandbox_id, index, self._config.limits)
+            resident = Resident(self._host, self._lanes, self._errands, snapshots=self._snapshots, box=box, journal=journal)
+            self._residents[sandbox_id] = resident
+            try:
+                return await resident.open(content)
+            except BaseException:
+                box.release()
+                raise
+        except BaseException:
+            self._residents.pop(sandbox_id, None)
+            self._openings.pop(sandbox_id, None)
+            raise
+
+    def _content(self, request: str, files: Mapping[str, bytes], base_snapshot: str) -> Content:
+        if not is_snapshot_id(base_snapshot):
+            return Content(request=request, files=files, expected_hash=base_snapshot)
+        manifest, archive = self._snapshots.get(base_snapshot)
+        return Content(request=request, manifest=manifest, archive=archive)
+
+    async def _close(self, sandbox_id: str, resident: Resident, reason: str) -> None:
+        try:
+            await resident.close(reason)
+            del self._residents[sandbox_id]
+            del self._openings[sandbox_id]
+        finally:
+            del self._closings[sandbox_id]
+        await self._thread(self._prune_journals)
+
+    async def _resident(self, sandbox_id: str) -> Resident | None:
+        """The sandbox, once its reset has ended; None if it is not (or no longer) here."""
+        if opening := self._openings.get(sandbox_id):
+            await asyncio.wait([opening[1]])
+        return self._residents.get(sandbox_id)
+
+    async def _live(self, sandbox_id: str) -> Resident:
+        self._check_running(sandbox_id)
+        resident = await self._resident(sandbox_id)
+        if resident is None:
+            raise self._gone(sandbox_id, await self._thread(lambda: Journal.load(self._journal_path(sandbox_id))))
+        return resident
+
+    async def _recorded(self, sandbox_id: str, command_id: str, command: str) -> CommandResult:
+        _check_id(sandbox_id)
+        request = digest_of(command.encode("utf-8", "surrogatepass"))
+        journal = await self._thread(lambda: Journal.load(self._journal_path(sandbox_id)))
+        recorded = await self._thread(lambda: journal.result_of(command_id, request))
+        if recorded is None:
+            raise self._gone(sandbox_id, journal)
+        return recorded
+
+    def _gone(self, sandbox_id: str, journal: Journal) -> SandboxLost | UnknownSandbox:
+        if journal.opened is None:
+            return UnknownSandbox(f"sandbox {sandbox_id}: this executor has never had it")
+        return SandboxLost(f"sandbox {sandbox_id}: {_why_gone(journal)}")
+
+    def _prune_journals(self) -> None:
+        """Forget the oldest of the sandboxes that are gone, beyond the number to be kept."""
+        kept = [(item.stat().st_mtime_ns, item.path) for item in os.scandir(self._host.path("journal"))]
+        live = {self._journal_path(sandbox_id) for sandbox_id in self._openings}
+        for _, path in sorted(kept)[: max(0, len(kept) - len(live) - self._config.journals_kept)]:
+            if path not in live:
+                os.remove(path)
+
+    def _journal_path(self, sandbox_id: str) -> str:
+        return self._host.path("journal", f"{sandbox_id}.log")
+
+    def _check_running(self, sandbox_id: str) -> None:
+        _check_id(sandbox_id)
+        if self._stopped:
+            raise ExecutorStopped(f"sandbox {sandbox_id}: the executor has stopped")
+
+    async def _thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._host.pool, work)
+
+
+def _check_id(sandbox_id: str) -> None:
+    if _SANDBOX_ID.fullmatch(sandbox_id) is None:
+        raise BadSandboxId(
+            f"sandbox id {sandbox_id!r}: use letters, digits, '.', '-' and '_', at most 128, and start with a letter or digit"
+        )
+
+
+def _why_gone(journal: Journal) -> str:
+    return journal.ended.reason if journal.ended else "its executor went down and took it along"

@@ -1,0 +1,269 @@
+"""`headrace up` and `headrace watch`: the local stack from lock to summary, and the view of a run that goes on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import structlog
+from rich.console import Console
+
+from schemas.health import Heartbeat
+from schemas.table import Role, Stream
+from services.bus import Bus, BusError
+from services.child import ChildSpec
+from services.config import Config, ConfigError
+from services.consume import fold
+from services.local_plan import check_model, engine_kind, label_of, server_plan, service_plan
+from services.logs import start_logging
+from services.nats_server import accepts, free_port
+from services.progress import Progress, is_complete
+from services.provision import provision
+from services.run_folder import MetricsFile, RunFolder
+from services.runtime import EXIT_BUS_LOST, EXIT_CLEAN, EXIT_FAILED, EXIT_HARD, connect
+from services.samples import Samples
+from services.summary import summary
+from services.supervisor import GaveUp, Supervisor
+from services.tally import Tally
+
+log = structlog.get_logger()
+_SERVER_START_S = 30.0
+_CATCH_UP_S = 10.0
+Plan = Callable[[Config, RunFolder, str, int], list[ChildSpec]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a local run ended."""
+
+    code: int
+    tally: Tally
+
+
+async def up(config: Config, *, fresh: bool) -> int:
+    """Run everything on this machine until the run is complete or a signal comes; gives the exit code."""
+    return (await run_stack(config, fresh=fresh, say=printer())).code
+
+
+async def run_stack(config: Config, *, fresh: bool, say: Callable[[str], None], plan: Plan = service_plan) -> Outcome:
+    """The whole local run: lock, server, services, progress, drain, summary. `plan` says which processes the services are.
+
+    Raises `ConfigError`, `RunFolderError`, `ServerError` or `BusError` for what the user can mend.
+    """
+    problem = check_model(config)
+    if problem:
+        raise ConfigError(problem)
+    kind = engine_kind(config)
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"kind": kind})})
+    with RunFolder(config, fresh=fresh) as folder, folder.log("supervisor").open("a", encoding="utf-8") as file:
+        start_logging("supervisor", "0", config.telemetry.log_level, file)
+        if folder.moved_to is not None:
+            say(f"the older run folder is now {folder.moved_to}")
+        failures: list[BaseException] = []
+        try:
+            return await _Stack(config, folder, say, plan).run()
+        except* BusError as group:
+            failures += _leaves(group)
+        raise failures[0]
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions in a group, however deep."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]
+
+
+class _Stack:
+    """One local run in a locked folder."""
+
+    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None], plan: Plan) -> None:
+        self._plan = plan
+        self._config = config
+        self._folder = folder
+        self._say = say
+        self._stop = asyncio.Event()
+        self._supervisors: list[Supervisor] = []
+        self._lost = ""
+
+    async def run(self) -> Outcome:
+        with _on_signals(self._on_signal):
+            if self._config.nats.url:
+                self._folder.note_url(self._config.nats.url)
+                return await self._with_server(self._config.nats.url)
+            return await self._with_embedded_server()
+
+    async def _with_embedded_server(self) -> Outcome:
+        port = free_port()
+        url = f"nats://127.0.0.1:{port}"
+        server = Supervisor([server_plan(self._config, self._folder, port)], self._say)
+        self._supervisors.append(server)
+        stop_server = asyncio.Event()
+        task = asyncio.create_task(server.run(stop_server))
+        try:
+            if not await accepts(port, _SERVER_START_S):
+                raise BusError(f"the embedded server does not answer on port {port}; see {self._folder.log('nats-server')}")
+            server.ready("nats-server", server.pid("nats-server") or 0)
+            self._folder.note_url(url)
+            return await self._with_server(url)
+        finally:
+            stop_server.set()
+            await task
+
+    async def _with_server(self, url: str) -> Outcome:
+        config = self._config.model_copy(update={"nats": self._config.nats.model_copy(update={"url": url})})
+        bus = await connect(config, Role.OBSERVER, f"up-{os.getpid()}", self._on_lost)
+        try:
+            await provision(bus, config.nats.store_bytes, config.nats.replicas)
+            metrics = MetricsFile(self._folder.path / "metrics.jsonl")
+            progress = Progress(bus, config, self._say, metrics, Samples(bus, config, self._folder.path))
+            return await self._with_progress(config, bus, progress)
+        finally:
+            self._lost = self._lost or "closing"
+            await bus.close()
+
+    async def _with_progress(self, config: Config, bus: Bus, progress: Progress) -> Outcome:
+        stop_progress = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(progress.run(stop_progress), name="progress")
+            await progress.caught_up.wait()
+            code = EXIT_CLEAN
+            if not is_complete(progress.tally, config):
+                code = await self._run_services(config, bus, progress)
+            if not self._lost:
+                await progress.catch_up(_CATCH_UP_S)
+            stop_progress.set()
+            await watching
+        self._say(summary(progress.tally, config, self._folder.path))
+        return Outcome(code, progress.tally)
+
+    async def _run_services(self, config: Config, bus: Bus, progress: Progress) -> int:
+        """Services from start to drained; gives the exit code."""
+        lifeline, keep_open = os.pipe()
+        services = Supervisor(self._plan(config, self._folder, config.nats.url, lifeline), self._say)
+        self._supervisors.append(services)
+        done = len(progress.tally.steps)
+        self._say(
+            f"run {config.run.name}{f' resumes after step {max(progress.tally.steps)}' if done else ' begins'}: "
+            f"{config.engine.kind} engines {', '.join(config.engine.names)}; {config.nats.url}; folder {self._folder.path}"
+        )
+        code = EXIT_CLEAN
+        try:
+            async with asyncio.TaskGroup() as group:
+                helpers = [
+                    group.create_task(self._stop_when_complete(progress), name="end"),
+                    group.create_task(self._note_readiness(bus, services), name="readiness"),
+                ]
+                if not await services.run(self._stop):
+                    code = EXIT_FAILED
+                for helper in helpers:
+                    helper.cancel()
+        except* GaveUp as failures:
+            self._say(str(failures.exceptions[0]))
+            code = EXIT_FAILED
+        finally:
+            os.close(keep_open)
+            os.close(lifeline)
+        if self._lost:
+            self._say(f"the connection to the server is lost: {self._lost}")
+            return EXIT_BUS_LOST
+        return code
+
+    async def _stop_when_complete(self, progress: Progress) -> None:
+        await progress.complete.wait()
+        self._say("the run is complete; draining")
+        self._stop.set()
+
+    async def _note_readiness(self, bus: Bus, services: Supervisor) -> None:
+        async for item in fold(bus, Stream.REGISTRY, "reg.service.*.*", stop=self._stop, latest_per_subject=True):
+            if item is not None:
+                beat = item.decode(Heartbeat)
+                if beat.phase == "ready":
+                    services.ready(label_of(beat.service, beat.instance), beat.pid)
+
+    def _on_lost(self, reason: str) -> None:
+        if not self._lost:
+            self._lost = reason
+            log.error("bus lost", reason=reason)
+            self._stop.set()
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            for supervisor in reversed(self._supervisors):
+                supervisor.kill()
+            os._exit(EXIT_HARD)
+        self._say("draining; a second signal stops hard")
+        self._stop.set()
+
+
+async def watch(config: Config) -> int:
+    """Print the progress of a run on an existing server until it is complete or a signal comes; writes metrics and samples."""
+    stop, lost = asyncio.Event(), list[str]()
+
+    def on_lost(reason: str) -> None:
+        lost.append(reason)
+        stop.set()
+
+    say = printer()
+    with _on_signals(stop.set):
+        bus = await connect(config, Role.OBSERVER, f"watch-{os.getpid()}", on_lost)
+        try:
+            await _streams(bus, config.nats.connect_timeout_s, stop)
+            folder = config.run_folder()
+            progress = Progress(bus, config, say, MetricsFile(folder / "metrics.jsonl"), Samples(bus, config, folder))
+            say(f"run {config.run.name} on {urlsplit(config.nats.url).netloc or config.nats.url}")
+            async with asyncio.TaskGroup() as group:
+                group.create_task(progress.run(stop))
+                complete = group.create_task(progress.complete.wait())
+                stopped = group.create_task(stop.wait())
+                await asyncio.wait((complete, stopped), return_when=asyncio.FIRST_COMPLETED)
+                complete.cancel()
+                stop.set()
+            say(summary(progress.tally, config, folder))
+        finally:
+            was_lost = bool(lost)
+            await bus.close()
+    return EXIT_BUS_LOST if was_lost else EXIT_CLEAN
+
+
+async def _streams(bus: Bus, timeout_s: float, stop: asyncio.Event) -> None:
+    """Wait for the run's streams, which its services create. Raises `BusError` when they do not come."""
+    deadline = time.monotonic() + timeout_s
+    while not stop.is_set():
+        try:
+            await bus.last_sequence(Stream.POLICY)
+            return
+        except BusError as error:
+            if time.monotonic() > deadline:
+                raise BusError(
+                    f"no run {bus.run!r} on this server after {timeout_s:.0f} s ({error}); is run.name right?"
+                ) from error
+        await asyncio.sleep(0.5)
+
+
+@contextmanager
+def _on_signals(handler: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def printer() -> Callable[[str], None]:
+    """Prints whole lines, coloured or wrapped by nothing."""
+    console = Console(highlight=False, markup=False, emoji=False)
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True)
+
+    return say

@@ -1,0 +1,113 @@
+"""The gates: each refuses for its own reason, K is exact at its boundary, and censored is not failed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from admission_stage import make_ready, with_siblings
+from hypothesis import given
+from hypothesis import strategies as st
+
+from admission.gates import Abandon, Decision, Eligible, GateSettings, Quarantine, judge
+from schemas.group import ReadyGroup
+from schemas.ledger import AbandonReason, QuarantineReason
+from schemas.termination import Termination
+
+SETTINGS = GateSettings(max_lag=2)
+
+
+def reason_of(decision: Decision) -> str:
+    return "eligible" if isinstance(decision, Eligible) else str(decision.reason)
+
+
+@given(st.integers(0, 50), st.integers(0, 8), st.integers(0, 60))
+def test_lag_k_is_in_and_k_plus_one_is_out(version: int, max_lag: int, oldest: int) -> None:
+    """Invariant 7."""
+    decision = judge(make_ready(oldest=oldest), version, 0, GateSettings(max_lag=max_lag))
+    lag = version - oldest
+    if lag < 0:
+        assert reason_of(decision) == QuarantineReason.INCARNATION
+    elif lag <= max_lag:
+        assert decision == Eligible(lag)
+    else:
+        assert reason_of(decision) == QuarantineReason.STALE
+
+
+def test_lag_counts_from_the_oldest_token_of_any_sibling() -> None:
+    group = with_siblings(make_ready(oldest=7), 1, oldest_version=4, newest_version=7)
+    assert judge(group, 7, 0, GateSettings(max_lag=3)) == Eligible(3)
+    assert reason_of(judge(group, 7, 0, GateSettings(max_lag=2))) == "stale"
+    assert reason_of(judge(group, 7, 0, GateSettings(max_lag=3, versions="homogeneous"))) == "mixed_versions"
+
+
+def test_a_sibling_without_tokens_has_no_version_and_no_lag() -> None:
+    group = with_siblings(make_ready(oldest=5), 0, sampled_tokens=0, oldest_version=-1, newest_version=-1)
+    assert judge(group, 5, 0, GateSettings(max_lag=0)) == Eligible(0)
+
+
+GOOD = make_ready(oldest=1, newest=2)
+CASES: dict[str, tuple[ReadyGroup, GateSettings, str]] = {
+    "good": (GOOD, SETTINGS, "eligible"),
+    "tampered": (with_siblings(GOOD, 0, status="tampered"), SETTINGS, "tampered"),
+    "verifier error": (with_siblings(GOOD, 0, status="verifier_error", reward=None), SETTINGS, "verifier_error"),
+    "a missing sibling": (msgspec.structs.replace(GOOD, siblings=GOOD.siblings[:1]), SETTINGS, "incomplete"),
+    "a sibling twice": (msgspec.structs.replace(GOOD, siblings=(GOOD.siblings[0],) * 2), SETTINGS, "incomplete"),
+    "no token at all": (
+        with_siblings(with_siblings(GOOD, 0, sampled_tokens=0), 1, sampled_tokens=0),
+        SETTINGS,
+        "incomplete",
+    ),
+    "log-probs": (with_siblings(GOOD, 1, finite=False), SETTINGS, "logprobs"),
+    "a sibling of another manifest": (with_siblings(GOOD, 1, manifest="m1"), SETTINGS, "manifest"),
+    "a group of another manifest": (GOOD, GateSettings(max_lag=2, manifest="m1"), "manifest"),
+    "the future": (with_siblings(GOOD, 1, newest_version=4), SETTINGS, "incarnation"),
+    "mixed": (GOOD, GateSettings(max_lag=2, versions="homogeneous"), "mixed_versions"),
+    "stale": (GOOD, GateSettings(max_lag=1), "stale"),
+    "too few rewards": (
+        with_siblings(GOOD, 0, termination=Termination.TOKEN_TRUNCATION, status="censored", reward=None),
+        SETTINGS,
+        "too_few_rewards",
+    ),
+    "no variance, kept": (with_siblings(GOOD, 0, reward=1.0), SETTINGS, "eligible"),
+    "no variance, skipped": (with_siblings(GOOD, 0, reward=1.0), GateSettings(max_lag=2, zero_variance="skip"), "zero_variance"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_gate_names_its_reason(name: str) -> None:
+    group, settings, expected = CASES[name]
+    decision = judge(group, 3, 0, settings)
+    assert reason_of(decision) == expected
+    assert isinstance(decision, Eligible) or decision.detail
+
+
+@pytest.mark.parametrize("code", [Termination.INFRA_ABORT, Termination.SCHEDULER_CANCEL])
+def test_lost_infrastructure_abandons_and_is_never_a_reward(code: Termination) -> None:
+    group = with_siblings(GOOD, 1, termination=code, status="censored", reward=None)
+    decision = judge(group, 3, 0, SETTINGS)
+    assert isinstance(decision, Abandon)
+    assert decision.reason is AbandonReason.INFRA_ABORT
+    assert "slot 1" in decision.detail
+
+
+def test_censored_siblings_are_not_zeros() -> None:
+    """Invariant 6: one censored sibling leaves one reward; it is neither a zero nor part of the variance."""
+    group = with_siblings(GOOD, 0, termination=Termination.TOOL_TIMEOUT, status="censored", reward=None)
+    assert judge(group, 3, 0, GateSettings(max_lag=2, min_rewards=1)) == Eligible(2)
+    skipping = GateSettings(max_lag=2, min_rewards=1, zero_variance="skip")
+    assert reason_of(judge(group, 3, 0, skipping)) == "zero_variance"
+
+
+def test_an_older_incarnation_is_a_left_branch_and_a_newer_one_is_the_living_one() -> None:
+    """Invariant 5: after a new incarnation, version numbers of the old one name other weights."""
+    old = with_siblings(with_siblings(GOOD, 0, incarnation=1), 1, incarnation=0)
+    assert reason_of(judge(old, 3, 1, SETTINGS)) == "incarnation"
+    new = with_siblings(with_siblings(GOOD, 0, incarnation=2), 1, incarnation=2)
+    assert judge(new, 3, 1, SETTINGS) == Eligible(2)
+
+
+def test_a_settings_hash_names_the_settings() -> None:
+    assert SETTINGS.hash() == GateSettings(max_lag=2).hash()
+    others = [GateSettings(max_lag=3), GateSettings(max_lag=2, min_rewards=1), GateSettings(max_lag=2, manifest="m")]
+    assert len({SETTINGS.hash(), *(other.hash() for other in others)}) == 4
+    assert isinstance(judge(GOOD, 9, 0, SETTINGS), Quarantine)

@@ -1,0 +1,160 @@
+"""Bank, admission and sampler over a real server: nothing vanishes, nothing counts twice, whoever is killed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from admission_stage import Actors, Stage, items, make_ready
+from conftest import eventually
+
+import admission.bank_service
+import admission.service
+import rollouter.sampler_service
+from admission.conservation import Account, account
+from admission.replay import replay
+from admission.service import gate_settings
+from schemas.codec import decode_any, encode
+from schemas.group import ReadyGroup
+from schemas.lease import GroupLease
+from schemas.ledger import BatchEntry, LedgerEntry
+from schemas.table import Role, Stream
+from schemas.termination import Termination
+from schemas.training import BatchDemand
+from services.bus import Bus
+from services.config import Config, check
+
+STEPS = 5
+BATCH = 4
+SIBLINGS = 2
+WINDOW = 7
+
+
+def configuration(run: str, url: str, **admission_changes: object) -> Config:
+    """A small run on the example suite; the engines are played by the test."""
+    return check(
+        {
+            "run": {"name": run, "max_steps": STEPS, "seed": 5},
+            "nats": {"url": url},
+            "tasks": {"pool": 12},
+            "window": {"max_groups": WINDOW},
+            "rollout": {"group_size": SIBLINGS},
+            "engine": {"kind": "simulated"},
+            "admission": {"groups_per_batch": BATCH, "max_lag": 1, "min_rewards": 1, **admission_changes},
+            "eval": {"instance_attempts": 6, "template_attempts": 5, "every_steps": 2, "interim_attempts": 3},
+            "telemetry": {"heartbeat_s": 0.3},
+        }
+    )
+
+
+async def ledger_of(bus: Bus) -> list[tuple[int, LedgerEntry]]:
+    return [(item.seq, decode_any(item.data)) for item in await items(bus, Stream.LEDGER)]  # type: ignore[misc]
+
+
+async def account_of(bus: Bus) -> Account:
+    leases = [item.decode(GroupLease) for item in await items(bus, Stream.TASKS)]
+    return account(leases, [entry for _, entry in await ledger_of(bus)])
+
+
+def some_fail(lease: GroupLease, slot: int) -> Termination:
+    """Every ninth group loses a sibling to infrastructure, every seventh has a truncated one."""
+    if lease.purpose == "train" and lease.ordinal % 9 == 4 and slot == 0:
+        return Termination.INFRA_ABORT
+    if lease.ordinal % 7 == 3 and slot == 1:
+        return Termination.TOKEN_TRUNCATION
+    return Termination.AGENT_FINISH
+
+
+@pytest.mark.timeout(80)
+async def test_a_run_with_restarts_conserves_every_group_and_trains_each_once(nats_url: str, run_name: str) -> None:
+    """Invariants 3, 4, 7, 9: bank and admission are cut off in mid-run, and every message may come twice."""
+    config = configuration(run_name, nats_url)
+    async with Stage(nats_url, config) as stage:
+        bus = await stage.bus(Role.OBSERVER)
+        actors = Actors(bus, random.Random(3), SIBLINGS, BATCH, terminations=some_fail)
+        bank = await stage.start(Role.BANK, admission.bank_service.serve)
+        writer = await stage.start(Role.ADMISSION, admission.service.serve)
+        sampler = await stage.start(Role.SAMPLER, rollouter.sampler_service.serve)
+        rolling = asyncio.create_task(actors.roll_out())
+
+        async def cut_services_off(batch: BatchEntry) -> None:
+            nonlocal bank, writer, sampler
+            if batch.step == 1:
+                await bank.kill()
+                bank = await stage.start(Role.BANK, admission.bank_service.serve, "1")
+            if batch.step == 2:
+                await writer.kill()
+                writer = await stage.start(Role.ADMISSION, admission.service.serve, "1")
+            if batch.step == 3:
+                await sampler.stop()
+                sampler = await stage.start(Role.SAMPLER, rollouter.sampler_service.serve, "1")
+
+        await actors.serve_version(0)
+        async with asyncio.timeout(60):
+            await actors.train(range(STEPS), cut_services_off)
+            await eventually(lambda: items(bus, Stream.TRAIN, f"train.eval.step-{STEPS:05d}"), within_s=20)
+        await asyncio.sleep(0.5)
+
+        final = await account_of(bus)
+        print(final.line())
+        assert final.holds, final.line()
+        assert final.consumed == STEPS * BATCH
+        assert not final.open, "the sampler leased more than the steps needed"
+        assert final.abandoned, "the test wants lost groups to be accounted for"
+        ready = [(item.seq, item.decode(ReadyGroup)) for item in await items(bus, Stream.READY)]
+        train = [(item.seq, decode_any(item.data)) for item in await items(bus, Stream.TRAIN)]
+        ledger = await ledger_of(bus)
+        assert replay(ready, train, ledger, gate_settings(config)) is None
+        points = {item.subject.rsplit(".", 1)[-1] for item in await items(bus, Stream.TRAIN, "train.eval.*")}
+        assert {"step-00000", f"step-{STEPS:05d}"} <= points
+        assert len({group.group for _, group in ready}) == len(ready)
+        actors.stop.set()
+        await rolling
+
+
+@pytest.mark.timeout(40)
+async def test_a_second_writer_is_fenced_and_takes_over_when_the_first_is_gone(nats_url: str, run_name: str) -> None:
+    """Invariants 4 and 7 with two admissions under different settings: one log, one writer at a time."""
+    config = configuration(run_name, nats_url)
+    other = configuration(run_name, nats_url, max_lag=0)
+    async with Stage(nats_url, config) as stage:
+        bus = await stage.bus(Role.OBSERVER)
+        first = await stage.start(Role.ADMISSION, admission.service.serve, "first")
+        second = await stage.start(Role.ADMISSION, admission.service.serve, "second", other)
+        await eventually(lambda: first.context.health.phase == second.context.health.phase == "ready")
+
+        async def demand(step: int) -> None:
+            message = BatchDemand(run=run_name, step=step, version=step, incarnation=0, groups=BATCH)
+            await bus.publish_once(bus.subjects.demand(step), message)
+
+        async def offer(ordinals: range, oldest: int) -> None:
+            for ordinal in ordinals:
+                group = make_ready(ordinal, oldest=oldest)
+                await bus.publish_once(bus.subjects.ready(group.group), group)
+
+        step = 0
+        while not first.context.health.counters.get("standby") and not second.context.health.counters.get("standby"):
+            assert step < 20, "neither writer was ever refused"
+            await offer(range(step * BATCH, (step + 1) * BATCH), oldest=step)
+            await demand(step)
+            await eventually(lambda want=step: items(bus, Stream.LEDGER, f"ledger.batch.{want}"))
+            await asyncio.sleep(0.1)
+            step += 1
+        active, standby = (second, first) if first.context.health.counters.get("standby") else (first, second)
+        assert "admission " + active.context.instance in str(standby.context.health.snapshot().waits)
+        hashes = {entry.settings_hash for _, entry in await ledger_of(bus)}
+        await active.kill()
+        await demand(step)
+        await offer(range(step * BATCH, (step + 1) * BATCH), oldest=step)
+        await eventually(lambda: items(bus, Stream.LEDGER, f"ledger.batch.{step}"), within_s=15)
+        assert standby.context.health.counters["standby"] == 0
+        entries = await ledger_of(bus)
+        assert [entry.step for _, entry in entries if isinstance(entry, BatchEntry)] == list(range(step + 1))
+        assert len({encode(entry) for _, entry in entries}) == len(entries)
+        assert hashes <= {gate_settings(config).hash(), gate_settings(other).hash()}
+
+
+def test_configuration_is_valid(tmp_path: Path) -> None:
+    assert configuration("t", "nats://x").admission.groups_per_batch == BATCH
