@@ -70,7 +70,7 @@ def engine_kind(config: Config) -> Literal["vllm", "transformers", "simulated"]:
     if config.engine.kind != "auto":
         return config.engine.kind
     if importlib.util.find_spec("services.engine.registry") is not None:
-        available = importlib.import_module("services.engine.registry").vllm_available()
+        available = importlib.import_module("services.engine.registry").vllm_available()[0]
     else:
         available = importlib.util.find_spec("vllm") is not None
     return "vllm" if available else "transformers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from schemas.codec import decode_any
@@ -19,9 +19,20 @@ from services.run_folder import MetricsFile
 from services.samples import Samples
 from services.tally import Tally
 
-HEADER = (
-    " step  reward  held-out inst/tmpl  ready  open  quar  lag mean/max   tokens/s   wait s  train s   publ s  engine versions"
+_COLUMNS = (  # heading and width of each, from the left; what follows them runs to the end of the line
+    ("step", 5),
+    ("reward", 7),
+    ("held-out inst / tmpl", 22),
+    ("ready", 7),
+    ("open", 6),
+    ("quar", 6),
+    ("lag mean/max", 14),
+    ("tokens/s", 10),
+    ("wait s", 8),
+    ("train s", 9),
+    ("publ s", 8),
 )
+HELDOUT = ("heldout_instance", "heldout_template")
 _SETTLE_S = 0.3  # the other folds may be this much behind the commit that a line is printed for
 _FOLDS: tuple[tuple[Stream, tuple[str, ...]], ...] = (
     (Stream.TASKS, ()),
@@ -136,28 +147,37 @@ def is_complete(tally: Tally, config: Config) -> bool:
     return tally.fleet is not None and tally.fleet.oldest >= last
 
 
+def line_of(cells: Sequence[str], rest: str) -> str:
+    """Cells right-aligned under the first headings, then `rest`."""
+    return "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=False)) + f"  {rest}"
+
+
+HEADER = line_of([heading for heading, _ in _COLUMNS], "engine versions")
+
+
 def step_line(row: dict[str, Any]) -> str:
     """A step's row as one aligned line."""
     groups = row["groups"]
-    lag = f"{row['lag_mean']:.2f}/{row['lag_max']}" if row["lag_max"] is not None else "-"
-    engines = " ".join(f"{name}:{version}" for name, version in sorted(row["engines"].items()))
-    where = f"{groups['ready']:5d} {groups['open']:5d} {groups['quarantined']:5d}"
-    seconds = f"{row['wait_s']:7.2f}  {row['train_s']:7.2f}  {row['publish_s']:7.2f}"
-    reward = f"{row['step']:5d}  {_rate(row['reward_mean']):>6}  {'':19}"
-    return f"{reward}  {where}  {lag:>12}  {row['tokens_per_s']:9.0f}  {seconds}  {engines or '-'}"
+    cells = [
+        str(row["step"]),
+        _rate(row["reward_mean"]),
+        "",
+        *(str(groups[name]) for name in ("ready", "open", "quarantined")),
+        "-" if row["lag_max"] is None else f"{row['lag_mean']:.2f}/{row['lag_max']}",
+        f"{row['tokens_per_s']:.0f}",
+        *(f"{row[name]:.2f}" for name in ("wait_s", "train_s", "publish_s")),
+    ]
+    return line_of(cells, " ".join(f"{name}:{version}" for name, version in sorted(row["engines"].items())) or "-")
 
 
 def eval_line(row: dict[str, Any]) -> str:
     """An evaluation's row under the same header, with successes and attempts of each split."""
-    splits = row["splits"]
-    rates = [splits[name]["successes"] / max(1, splits[name]["attempts"]) if name in splits else None for name in HELDOUT]
-    counts = ", ".join(
-        f"{splits[n]['successes']}/{splits[n]['attempts']} {n.removeprefix('heldout_')}s" for n in HELDOUT if n in splits
-    )
-    return f"{row['step']:5d}  {'eval':>6}  {' / '.join(_rate(rate) for rate in rates):>19}  {counts}, {row['seconds']:.1f} s"
-
-
-HELDOUT = ("heldout_instance", "heldout_template")
+    rates, counts = [], []
+    for name in HELDOUT:
+        score = row["splits"].get(name, {"successes": 0, "attempts": 0})
+        rates.append(_rate(score["successes"] / score["attempts"] if score["attempts"] else None))
+        counts.append(f"{score['successes']}/{score['attempts']} {name.removeprefix('heldout_')}s")
+    return line_of([str(row["step"]), "eval", " / ".join(rates)], f"{', '.join(counts)}, {row['seconds']:.1f} s")
 
 
 def _rate(value: float | None) -> str:

@@ -30,7 +30,9 @@ def load_serve(role: Role) -> Serve:
 
 
 def instances(config: Config) -> list[tuple[Role, str]]:
-    """Every service process of a local run as (role, instance), in the order to start them."""
+    """Every service process of a local run as (role, instance), in the order to start them. An evaluation has no trainer."""
     many = {Role.ENGINE: config.engine.names, Role.SANDBOX: config.sandbox.names}
     roles = [*_SLOW_FIRST, *(role for role in SERVE if role not in _SLOW_FIRST)]
+    if config.run.evaluate_only:
+        roles.remove(Role.TRAINER)
     return [(role, instance) for role in roles for instance in many.get(role, ("0",))]

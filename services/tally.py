@@ -103,7 +103,8 @@ class Tally:
     def step_row(self, step: int) -> dict[str, Any]:
         """Everything that the progress line and `metrics.jsonl` say of a committed step."""
         commit, at = self.steps[step], self._step_times[step]
-        before = self._step_times.get(step - 1, self._leased.first_ns() or at)
+        first_ns = self._leased.first_ns()
+        before = self._step_times.get(step - 1, at if first_ns is None else first_ns)
         elapsed_s = max(1e-9, (at - before) / 1e9)
         lags = [group.lag for group in self._batches[step].groups] if step in self._batches else []
         sums = [self._rewards[group] for group in commit.groups if group in self._rewards]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from examples.terminal.suite import suite
+from rollouter import service as rollouter_service
 from rollouter.chat import ChatRenderer
 from rollouter.manifest import policy_manifest
 from schemas.arrays import Array
@@ -21,16 +26,19 @@ from schemas.codec import decode_any
 from schemas.generation import AbortRequest, GenerateRequest, GenerateResult
 from schemas.lease import GroupLease, group_id
 from schemas.policy import EnginePhase, EngineState
-from schemas.table import Role
-from schemas.trajectory import SamplingConfig, VersionSpan
+from schemas.table import Role, Stream
+from schemas.trajectory import Episode, SamplingConfig, TurnRecord, Verdict, VersionSpan
 from services.bus import Bus, Item
 from services.config import Config, check
-from services.consume import WorkConsumer
+from services.consume import WorkConsumer, read_all
 from services.health import Health, pause
 from services.provision import provision
 from services.runtime import Serve, ServiceContext
+from services.sandbox import service as sandbox_service
+from services.verifier import service as verifier_service
 
 RENDERER = ChatRenderer(Path("examples/terminal/model"))
+TASKS = suite.task_ids("train")
 END = RENDERER.token_id("<|end|>")
 ASSISTANT = RENDERER.token_id("<|assistant|>")
 # Tokens; or `refused`, `error`, `aborted` or `damaged` for an answer without usable tokens; or None for no answer at all.
@@ -223,3 +231,50 @@ def oracle_speech(tasks: dict[str, str]) -> Speech:
         return say("shell", commands[ask.turn]) if ask.turn < len(commands) else say("finish", "done")
 
     return speak
+
+
+@pytest.fixture(name="sandbox_root")
+def make_sandbox_root() -> Iterator[str]:
+    """A folder that a sandbox's own user can reach, unlike pytest's."""
+    root = tempfile.mkdtemp(prefix="hr-sbx-")
+    os.chmod(root, 0o711)
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@asynccontextmanager
+async def stand(config: Config, *engines: ScriptedEngine) -> AsyncIterator[ServiceContext]:
+    """Engines, sandboxes, a verifier and a rollouter; gives the rollouter's context."""
+    async with surroundings(config, *engines), serving(config, Role.ROLLOUTER, "r0", rollouter_service.serve) as context:
+        yield context
+
+
+@asynccontextmanager
+async def surroundings(config: Config, *engines: ScriptedEngine) -> AsyncIterator[ServiceContext]:
+    """Everything but the rollouter; gives the sandbox service's context."""
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(serving(config, Role.ENGINE, engine.name, engine.serve))
+        await stack.enter_async_context(serving(config, Role.VERIFIER, "v0", verifier_service.serve))
+        yield await stack.enter_async_context(serving(config, Role.SANDBOX, "x0", sandbox_service.serve))
+
+
+async def episodes_of(bus: Bus, count: int, timeout_s: float = 40.0) -> list[Episode]:
+    async def sealed() -> bool:
+        return len(await read_all(bus, Stream.EPISODES, "episode.*.*")) >= count
+
+    await eventually(f"{count} sealed episodes", sealed, timeout_s)
+    return [item.decode(Episode) for item in await read_all(bus, Stream.EPISODES, "episode.*.*")]
+
+
+async def verdicts_of(bus: Bus, count: int, timeout_s: float = 40.0) -> dict[tuple[str, int], Verdict]:
+    async def given() -> bool:
+        return len(await read_all(bus, Stream.EPISODES, "verdict.*.*")) >= count
+
+    await eventually(f"{count} verdicts", given, timeout_s)
+    verdicts = [item.decode(Verdict) for item in await read_all(bus, Stream.EPISODES, "verdict.*.*")]
+    return {(v.group, v.slot): v for v in verdicts}
+
+
+async def turns_of(bus: Bus) -> list[TurnRecord]:
+    return [item.decode(TurnRecord) for item in await read_all(bus, Stream.TURNS)]

@@ -6,6 +6,7 @@ Run as `python tests/standin_run.py CONFIG URL PAUSE_S`; stays until SIGTERM onc
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 
 from schemas.group import ReadyGroup, Sibling
@@ -17,6 +18,7 @@ from schemas.termination import Termination
 from schemas.training import EvalResult, SplitScore, StepCommit
 from schemas.trajectory import SamplingConfig
 from services.bus import Bus
+from services.child import follow_lifeline
 from services.config import load
 from services.consume import read_all
 from services.runtime import ServiceContext, run_service
@@ -173,6 +175,9 @@ async def serve(context: ServiceContext, steps: int, pause_s: float) -> None:
 
 
 if __name__ == "__main__":
+    follow_lifeline()
+    worker = subprocess.Popen(["sleep", "600"])  # as a service has workers of its own; it must never outlive the stack
+    print(f"worker {worker.pid}", flush=True)
     config = load(sys.argv[1], [f'nats.url="{sys.argv[2]}"', "telemetry.heartbeat_s=0.2"])
     pause_s = float(sys.argv[3])
     sys.exit(run_service(Role.TRAINER, "0", config, lambda context: serve(context, config.run.max_steps, pause_s)))

@@ -50,7 +50,7 @@ def configuration(run: str, url: str, **admission_changes: object) -> Config:
 
 
 async def ledger_of(bus: Bus) -> list[tuple[int, LedgerEntry]]:
-    return [(item.seq, decode_any(item.data)) for item in await items(bus, Stream.LEDGER)]  # type: ignore[misc]
+    return [(item.seq, decode_any(item.data)) for item in await items(bus, Stream.LEDGER)]
 
 
 async def account_of(bus: Bus) -> Account:

@@ -118,7 +118,7 @@ def test_a_verdict_on_other_bytes_is_no_verdict() -> None:
     bank.lease(lease)
     bank.episode(episode)
     assert bank.missing(lease.group) == "verifier, slots [0]"
-    (sibling,) = bank.verdict(VerdictFact(**{**fields(verdict), "episode_digest": "another"})).siblings  # type: ignore[union-attr]
+    (sibling,) = bank.verdict(VerdictFact(**{**fields(verdict), "episode_digest": "another"})).siblings
     assert (sibling.status, sibling.reward, sibling.success) == ("verifier_error", None, None)
     assert bank.counters["mismatched"] == 1
 

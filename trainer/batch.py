@@ -1,4 +1,4 @@
-"""Training rows: exactly the sampled token ids, their behaviour log-probabilities and one advantage; nothing is re-tokenized."""
+"""Training rows: exactly the sampled token ids, their behaviour log-probabilities, one advantage; nothing is re-tokenized."""
 
 from __future__ import annotations
 
@@ -53,11 +53,16 @@ class TrainRow:
 def padding_row() -> TrainRow:
     """A row without loss that fills a rank's share; two tokens, so that the model has one position to run."""
     return TrainRow(
-        ids=np.zeros(2, dtype=np.int32), mask=np.zeros(2, dtype=np.bool_), logprobs=np.zeros(2, dtype=np.float32), advantage=None
+        ids=np.zeros(2, dtype=np.int32),
+        mask=np.zeros(2, dtype=np.bool_),
+        logprobs=np.zeros(2, dtype=np.float32),
+        advantage=None,
     )
 
 
-def row_from_episode(episode: Episode, advantage: float | None, *, updating_version: int, reward: float | None = None) -> TrainRow:
+def row_from_episode(
+    episode: Episode, advantage: float | None, *, updating_version: int, reward: float | None = None
+) -> TrainRow:
     """The row of one sealed episode. `updating_version`: the policy version that the coming step will update.
 
     Raises `BatchError` naming the field when ids, mask, log-probs, turns and versions contradict each other, when the first

@@ -46,7 +46,7 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     epsilon_high: float = 0.2
     """`ppo_clip`: the ratio is clipped above at `1 + epsilon_high`."""
     proximal: Literal["behaviour", "batch_start"] = "behaviour"
-    """Denominator of the update ratio: the log-probs of the sampler, or the trainer's own at the start of the batch (decoupled)."""
+    """Denominator of the update ratio: the sampler's log-probs, or the trainer's own at the start of the batch (decoupled)."""
     weight_max: float | None = None
     """Cap of the off-policy weight `exp(proximal - behaviour)`, kept apart from the clip; None leaves the weight uncapped."""
     kl: Literal["none", "behaviour", "reference"] = "none"
@@ -78,6 +78,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Recompute layer activations in the backward: about a third more arithmetic for much less memory."""
     lora_rank: int = 0
     """Reserved; only 0 (train all weights) is supported."""
+    skip_zero_advantage: bool = False
+    """Do not compute rows whose advantage is 0 (groups without signal). They stay in the normalisation, so the gradient is the
+    same, but the token metrics no longer see them. Refused with a KL penalty, which acts on every row."""
     shared_memory_collectives: bool = False
     """CPU only: compile DeepSpeed's shared-memory collectives (needs a C++ compiler and ninja) instead of using gloo."""
     collective_timeout_s: float = 600.0
@@ -96,11 +99,18 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             (optimizer.learning_rate >= 0, f"optimizer.learning_rate: {optimizer.learning_rate} must not be negative"),
             (0 <= objective.epsilon_low < 1, f"objective.epsilon_low: {objective.epsilon_low} must be in [0, 1)"),
             (objective.epsilon_high >= 0, f"objective.epsilon_high: {objective.epsilon_high} must not be negative"),
-            (objective.weight_max is None or objective.weight_max > 0, f"objective.weight_max: {objective.weight_max} must be positive"),
+            (
+                objective.weight_max is None or objective.weight_max > 0,
+                f"objective.weight_max: {objective.weight_max} must be positive",
+            ),
             (objective.kl_coefficient >= 0, f"objective.kl_coefficient: {objective.kl_coefficient} must not be negative"),
             (
                 objective.kl == "none" or objective.name == "reinforce_kl",
                 f"objective.kl: {objective.kl!r} is only used by reinforce_kl; with {objective.name} use 'none'",
+            ),
+            (
+                not self.skip_zero_advantage or objective.kl == "none" or objective.kl_coefficient == 0,
+                "skip_zero_advantage: true would drop the KL penalty of those rows; set it to false or kl to 'none'",
             ),
             (
                 objective.kl != "reference" or bool(self.reference_dir),

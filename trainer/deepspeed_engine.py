@@ -12,6 +12,7 @@ What it pins down:
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ class EngineError(RuntimeError):
 
 
 class ShardedModel:
-    """A `TokenScorer` and its AdamW under DeepSpeed ZeRO 0 to 3. Every method must be called by every rank in the same order."""
+    """A `TokenScorer` and its AdamW under DeepSpeed ZeRO 0 to 3. Every rank must call every method, in the same order."""
 
     def __init__(self, scorer: TokenScorer, config: TrainerConfig, device: Device) -> None:
         """Raises `EngineError` for a stage that the compute dtype rules out and for a missing compiler where one is needed."""
@@ -87,11 +88,11 @@ class ShardedModel:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         norm = self._norm_without_zero() if self.stage == 0 else None
-        if norm is None or norm == norm and norm != float("inf"):
+        if norm is None or math.isfinite(norm):
             self._engine.step()
             norm = self._engine.get_global_grad_norm() if norm is None else norm
         applied = self._engine.was_step_applied()
-        if not applied or norm is None or not torch.isfinite(torch.as_tensor(norm)):
+        if not applied or norm is None or not math.isfinite(norm):
             self._engine.zero_grad()
             raise EngineError(f"the gradient norm is {norm}: the step was not applied; look for the rows with extreme ratios")
         return float(norm)
@@ -105,7 +106,8 @@ class ShardedModel:
         owners = _owners([(name, _numel(p)) for name, p in self._names], self.ranks)
         for group in _buckets(self._names, _GATHER_BYTES):
             with self._gathered([parameter for _, parameter in group]):
-                mine = [(name, p.detach().to("cpu", torch.bfloat16).clone()) for name, p in group if not owned or owners[name] == self.rank]
+                kept = [(name, p) for name, p in group if not owned or owners[name] == self.rank]
+                mine = [(name, p.detach().to("cpu", torch.bfloat16, copy=True)) for name, p in kept]
             yield from mine
 
     def save(self, folder: Path) -> None:
@@ -140,9 +142,9 @@ def _import_deepspeed(device: Device, shared_memory: bool) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.kind == "cpu":
         if shared_memory and not (shutil.which("c++") or shutil.which("g++")):
-            raise EngineError("shared_memory_collectives: no C++ compiler on PATH; install g++ or set it to false (gloo is used then)")
+            raise EngineError("shared_memory_collectives: no C++ compiler on PATH; install g++ or set it to false for gloo")
         if shared_memory and not shutil.which("ninja"):
-            raise EngineError("shared_memory_collectives: ninja is not on PATH; install it or set it to false (gloo is used then)")
+            raise EngineError("shared_memory_collectives: ninja is not on PATH; install it or set it to false for gloo")
         if not shared_memory:  # otherwise the first start compiles C++ for half a minute, or fails without a compiler
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

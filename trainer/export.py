@@ -1,4 +1,4 @@
-"""A served checkpoint: bfloat16 safetensors beside the configuration and tokenizer files of the model that training started from."""
+"""A served checkpoint: bfloat16 safetensors beside the configuration and tokenizer of the model that training began with."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ from typing import Literal
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-def learning_rate(step: int, peak: float, schedule: Schedule, *, steps: int = 0, warmup_steps: int = 0, final: float = 0.0) -> float:
+def learning_rate(
+    step: int, peak: float, schedule: Schedule, *, steps: int = 0, warmup_steps: int = 0, final: float = 0.0
+) -> float:
     """Rate of optimizer step `step` (from 0): a linear rise over `warmup_steps`, then the schedule down to `peak * final`.
 
     `steps` counts the warm-up; it is not used by `constant`. Raises `ValueError` for a schedule without a length.

@@ -50,7 +50,9 @@ def _cut(share: Sequence[int], lengths: Sequence[int], token_budget: int) -> lis
     parts: list[list[int]] = []
     for index in share:
         if lengths[index] > token_budget:
-            raise PackingError(f"row {index} has {lengths[index]} tokens, over micro_batch_tokens = {token_budget}; raise the budget")
+            raise PackingError(
+                f"row {index}: its {lengths[index]} tokens are over micro_batch_tokens = {token_budget}; raise it"
+            )
         if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= token_budget:
             parts[-1].append(index)
         else:

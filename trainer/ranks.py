@@ -35,7 +35,9 @@ def join_ranks(device: Device, timeout_s: float, environment: Mapping[str, str] 
         else:
             for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
                 if name not in given:
-                    raise RankError(f"{name} is not set, but WORLD_SIZE is {world}; start every rank with its launcher's variables")
+                    raise RankError(
+                        f"{name}: not set, but WORLD_SIZE is {world}; start every rank with its launcher's variables"
+                    )
             address = f"tcp://{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
             dist.init_process_group(
                 device.distributed_backend, init_method=address, rank=int(given["RANK"]), world_size=world, timeout=timeout

@@ -47,6 +47,16 @@ def micro_batch(rows: Sequence[TrainRow], device: str) -> MicroBatch:
     )
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    """`model` with every dropout turned off: ratios between policies must not carry the noise of two dropout masks."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    return model
+
+
 class TokenScorer(nn.Module):
     """Wraps a causal language model so that one forward returns log-probabilities and entropies of the scored tokens.
 
@@ -65,7 +75,7 @@ class TokenScorer(nn.Module):
         self._whole_head = any(getattr(config, name, None) not in (None, 1.0) for name in _WHOLE_HEAD_SETTINGS)
 
     def forward(self, ids: torch.Tensor, contexts: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids [B, T], contexts [N], targets [N] → log-probabilities float32 [N] and entropies float32 [N] (no gradient), in nats."""
+        """ids [B, T], contexts [N], targets [N] → log-probabilities and (without gradient) entropies, both float32 [N], in nats."""
         lm: Any = self.model
         if self._whole_head:  # the model reshapes its logits after the head: let it
             logits = lm(input_ids=ids, use_cache=False).logits.flatten(0, 1)[contexts]

@@ -114,14 +114,16 @@ def run_sft(config: SftConfig, report: Callable[[str], None] = print) -> float:
     return mean
 
 
-def _run_phase(trainer: Any, index: int, phase: SftPhase, rows: Iterator[TrainRow], log_every: int, report: Callable[[str], None]) -> float:
+def _run_phase(
+    trainer: Any, index: int, phase: SftPhase, rows: Iterator[TrainRow], log_every: int, report: Callable[[str], None]
+) -> float:
     """One phase; returns the mean loss of its last progress window."""
     losses: list[float] = []
     tokens, started, mean = 0, time.monotonic(), float("nan")
     for step in range(phase.steps):
         batch = list(itertools.islice(rows, phase.batch_rows))
         if len(batch) < phase.batch_rows:
-            raise SftError(f"phase {index}: the rows ended at step {step} of {phase.steps}; let the generator yield more, or lower steps")
+            raise SftError(f"phase {index}: the rows ended at step {step} of {phase.steps}; yield more rows, or lower steps")
         rate = learning_rate(
             step, phase.learning_rate, phase.schedule, steps=phase.steps, warmup_steps=phase.warmup_steps, final=phase.final
         )
@@ -132,8 +134,8 @@ def _run_phase(trainer: Any, index: int, phase: SftPhase, rows: Iterator[TrainRo
             mean = float(np.mean(losses))
             speed = len(losses) / seconds
             report(
-                f"{index:>5} {step + 1:>6} {mean:>8.4f} {trainer.gradient_norm:>8.3f} {rate:>9.2e} {speed * phase.batch_rows:>7.1f} "
-                f"{tokens / seconds:>8.0f} {(phase.steps - step - 1) / speed:>5.0f}s"
+                f"{index:>5} {step + 1:>6} {mean:>8.4f} {trainer.gradient_norm:>8.3f} {rate:>9.2e} "
+                f"{speed * phase.batch_rows:>7.1f} {tokens / seconds:>8.0f} {(phase.steps - step - 1) / speed:>5.0f}s"
             )
             losses, tokens, started = [], 0, time.monotonic()
     return mean
@@ -143,9 +145,9 @@ def _checked_rows(rows: Any, where: str) -> Iterator[TrainRow]:
     for number, row in enumerate(rows):
         ids, mask = np.asarray(row.ids, dtype=np.int32), np.asarray(row.mask, dtype=np.bool_)
         if ids.ndim != 1 or ids.shape != mask.shape or ids.shape[0] < 2:
-            raise SftError(f"{where}: row {number}: ids {ids.shape} and mask {mask.shape} must be equal and 1-D, with 2 tokens or more")
+            raise SftError(f"{where}: row {number}: ids {ids.shape} and mask {mask.shape} must be 1-D, equal, 2 tokens or more")
         if mask[0] or not mask.any():
-            raise SftError(f"{where}: row {number}: mask must select some token, and not the first, which has no context")
+            raise SftError(f"{where}: row {number}: mask must select a token, and not the first, which has no context")
         yield TrainRow(ids=ids, mask=mask, logprobs=np.zeros(ids.shape[0], np.float32), advantage=1.0)
 
 

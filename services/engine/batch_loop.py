@@ -87,7 +87,7 @@ class BatchLoop:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stopping = False
+        self._stopping = self._frozen = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine-batch-loop", daemon=True)
 
@@ -122,11 +122,16 @@ class BatchLoop:
             self._refuse_mail()
         return future
 
-    def abort_all(self, reason: str) -> None:
-        """Finish everything as aborted. Only for work that runs at a boundary."""
+    def freeze(self, frozen: bool) -> None:
+        """While frozen, mail is read but nothing is computed. Only for work that runs at a boundary."""
+        self._frozen = frozen
+
+    def discard_all(self, reason: str) -> None:
+        """Finish everything as aborted and forget all KV. Only for work that runs at a boundary."""
         for sequence in [*self.rows.active, *self.waiting]:
             self._finish(sequence, "abort", reason)
         self.waiting.clear()
+        self.rows.forget_parked()
 
     def new_weights(self, version: tuple[int, int], digest: str, recompute: bool) -> None:
         """From now on tokens are sampled under `version`. Only for work that runs at a boundary."""
@@ -142,6 +147,8 @@ class BatchLoop:
             try:
                 while not self._stopping:
                     self._read_mail()
+                    if self._frozen or self._stopping:
+                        continue
                     self._admit()
                     self._prefill()
                     while self._admit():  # those that waited for a sibling's prefix
@@ -149,11 +156,11 @@ class BatchLoop:
                     self._decode()
             except BaseException as error:  # the model is broken: say so to everyone who waits, then end
                 self._failure = error
-        self.abort_all("engine stopped")
+        self.discard_all("engine stopped")
         self._refuse_mail()
 
     def _read_mail(self) -> None:
-        idle = not self.rows.active and not self.waiting
+        idle = self._frozen or not (self.rows.active or self.waiting)
         while not self._stopping:
             try:
                 message = self._mailbox.get(block=idle)
@@ -204,7 +211,11 @@ class BatchLoop:
         while lacking:
             batch = [lacking.pop()]  # the longest decides the padded width
             width = len(batch[0].ids) - batch[0].computed
-            while lacking and (len(batch) + 1) * width <= PREFILL_TOKENS and 2 * (len(lacking[-1].ids) - lacking[-1].computed) >= width:
+            while (
+                lacking
+                and (len(batch) + 1) * width <= PREFILL_TOKENS
+                and 2 * (len(lacking[-1].ids) - lacking[-1].computed) >= width
+            ):
                 batch.append(lacking.pop())
             self._step(batch)
 

@@ -25,11 +25,15 @@ class CausalModel:
         self.module = module.eval()
         self.config: Any = module.config
         unsupported = [
-            name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(self.config, name, None) not in (None, 1, 1.0)
+            name
+            for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+            if getattr(self.config, name, None) not in (None, 1, 1.0)
         ]
         if unsupported or "sliding_attention" in (getattr(self.config, "layer_types", None) or ()):
-            raise EngineUnavailable(f"the embedded engine does not support {unsupported or 'sliding-window attention'}; use vllm")
-        self.decoder: Any = module.base_model  # type: ignore[assignment]
+            raise EngineUnavailable(
+                f"the embedded engine does not support {unsupported or 'sliding-window attention'}; use vllm"
+            )
+        self.decoder: Any = module.base_model
         self.head: Any = module.get_output_embeddings()  # type: ignore[operator]
         first = next(module.parameters())
         self.device, self.dtype = first.device, first.dtype

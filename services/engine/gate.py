@@ -85,5 +85,7 @@ class Gate:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: not self._inside)
         except TimeoutError:
-            raise DrainTimeout(f"{len(self._inside)} generation(s) still running after {timeout_s} s: {sorted(self._inside)[:4]}") from None
+            raise DrainTimeout(
+                f"{len(self._inside)} generation(s) still running after {timeout_s} s: {sorted(self._inside)[:4]}"
+            ) from None
         return time.monotonic() - began

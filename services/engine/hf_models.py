@@ -42,7 +42,7 @@ def load_causal_lm(path: str | Path, dtype: Literal["float32", "bfloat16"], devi
 
 
 def use_attention(model: PreTrainedModel, name: str, function: Callable[..., tuple[torch.Tensor, None]]) -> None:
-    """Make `model` compute attention with `function` (the signature of a `transformers` attention function), known as `name`."""
+    """Make `model` compute attention with `function` (signature of a `transformers` attention function), known as `name`."""
     AttentionInterface.register(name, function)
     model.set_attn_implementation(name)
 

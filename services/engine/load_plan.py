@@ -37,7 +37,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, base: int) -> View:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset() - base)
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()) - base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,9 @@ class Landing:
 class LoadPlan:
     """Landings by checkpoint name, for the parameters of one rank."""
 
-    def __init__(self, parameters: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], landings: dict[str, list[Landing]]) -> None:
+    def __init__(
+        self, parameters: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]], landings: dict[str, list[Landing]]
+    ) -> None:
         self.parameters = parameters
         self.shapes = shapes
         self.landings = landings
@@ -78,7 +80,7 @@ class LoadPlan:
         return words.numpy().view(np.uint16)
 
     def read(self, name: str, words: torch.Tensor) -> None:
-        """Write this rank's part of a tensor into flat int32 `words` as 0..65535; elements it does not hold stay as they are."""
+        """Write this rank's part of a tensor into flat int32 `words` as 0..65535; other elements stay as they are."""
         for landing in self.landings.get(name, ()):
             part = torch.from_numpy(bits_of(name, self._held(landing)).astype(np.int32)).reshape(landing.source.size)
             torch.as_strided(words, landing.source.size, landing.source.stride, landing.source.offset).copy_(part)
@@ -89,33 +91,33 @@ class LoadPlan:
         return torch.as_strided(runtime, target.size, target.stride, target.offset + runtime.storage_offset())
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Swallows `copy_` into parameters and notes where it came from; everything else runs."""
 
     def __init__(self, owners: dict[int, tuple[str, torch.Tensor]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owners = owners
         self.source: dict[int, str] = {}
         self.landings: dict[str, list[Landing]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        owner = self._owners.get(target.untyped_storage().data_ptr()) if target is not None else None
-        if owner is not None and func._schema.is_mutable:
-            if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-                return target  # padding of a vocabulary; it belongs to no checkpoint tensor
-            if func is not torch.ops.aten.copy_.default:
-                raise PlanError(f"parameter {owner[0]} is written by {func}; only copies can be read back")
-            origin = args[1]
-            name = self.source.get(origin.untyped_storage().data_ptr())
-            if name is None:
-                raise PlanError(f"parameter {owner[0]} receives a tensor that is not a view of a checkpoint tensor")
-            sizes = torch.broadcast_shapes(origin.shape, target.shape)
-            if tuple(sizes) != tuple(origin.shape):
-                raise PlanError(f"parameter {owner[0]}: {tuple(origin.shape)} is broadcast to {tuple(target.shape)}")
-            self.landings.setdefault(name, []).append(Landing(owner[0], View.of(target, owner[1].storage_offset()), View.of(origin, 0)))
-            return target
-        return func(*args, **(kwargs or {}))
+        owner = None if target is None else self._owners.get(target.untyped_storage().data_ptr())
+        if target is None or owner is None or not func._schema.is_mutable:
+            return func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            return target  # padding of a vocabulary; it belongs to no checkpoint tensor
+        if func is not torch.ops.aten.copy_.default:
+            raise PlanError(f"parameter {owner[0]} is written by {func}; only copies can be read back")
+        origin = args[1]
+        name = self.source.get(origin.untyped_storage().data_ptr())
+        if name is None:
+            raise PlanError(f"parameter {owner[0]} receives a tensor that is not a view of a checkpoint tensor")
+        if origin.shape != target.shape:
+            raise PlanError(f"parameter {owner[0]}: {tuple(origin.shape)} is broadcast to {tuple(target.shape)}")
+        to, source = View.of(target, int(owner[1].storage_offset())), View.of(origin, 0)
+        self.landings.setdefault(name, []).append(Landing(owner[0], to, source))
+        return target
 
 
 def record(parameters: dict[str, torch.Tensor], load: Loader, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> LoadPlan:
@@ -140,4 +142,3 @@ def record(parameters: dict[str, torch.Tensor], load: Loader, tensors: Iterable[
     with recorder, torch.no_grad():
         load(stand_ins())
     return LoadPlan(parameters, shapes, recorder.landings)
-

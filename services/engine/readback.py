@@ -26,7 +26,9 @@ def bits_of(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
     if flat.dtype == torch.bfloat16:
         return flat.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
     if flat.dtype != torch.float32:
-        raise NotRepresentable(f"{name}: runtime dtype {flat.dtype} cannot hold bfloat16 weights exactly; use bfloat16 or float32")
+        raise NotRepresentable(
+            f"{name}: runtime dtype {flat.dtype} cannot hold bfloat16 weights exactly; use bfloat16 or float32"
+        )
     words = flat.contiguous().view(torch.int32).cpu().numpy().view(np.uint16).reshape(-1, 2)  # little-endian: [low, high]
     if words[:, 0].any():
         raise NotRepresentable(f"{name}: float32 parameter holds values outside bfloat16")

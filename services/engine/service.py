@@ -16,11 +16,11 @@ from schemas.generation import AbortRequest, GenerateRequest, GenerateResult
 from schemas.policy import ApplyOrder, EnginePhase, EngineState
 from schemas.table import Stream
 from services import blobs
+from services.base_weights import snapshot_of
 from services.bus import IntegrityError, Item
 from services.consume import WorkConsumer, fold
-from services.base_weights import snapshot_of
-from services.engine.protocol import DrainTimeout, Engine, EngineError, RequestRefused, WeightsRejected, WeightUpdate
 from services.engine.from_config import engine_from_config
+from services.engine.protocol import DrainTimeout, Engine, EngineError, RequestRefused, WeightsRejected, WeightUpdate
 from services.health import pause
 from services.runtime import ServiceContext
 from services.tracing import span

@@ -44,7 +44,9 @@ class SlotCache:
         mask = torch.arange(self._horizon, device=self.device)[None, None, :] <= positions[:, :, None]
         return positions, mask[:, None]
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store `[B, kv_heads, width, head_dim]` and return all columns up to the horizon of the aimed rows."""
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         keys[self._rows, :, self._columns] = key.transpose(1, 2)

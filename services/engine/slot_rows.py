@@ -51,7 +51,9 @@ class SlotRows:
     def shares_unfinished_prefill(self, sequence: Sequence) -> bool:
         """True while a running sequence has yet to compute a long prefix that `sequence` could copy afterwards."""
         return self._prefix_cache and any(
-            s.pure and s.computed < s.prompt.size and _common(s.prompt, sequence.prompt) >= max(MIN_SHARED, s.computed + MIN_SHARED)
+            s.pure
+            and s.computed < s.prompt.size
+            and _common(s.prompt, sequence.prompt) >= max(MIN_SHARED, s.computed + MIN_SHARED)
             for s in self.active
         )
 

@@ -13,23 +13,14 @@ import numpy.typing as npt
 import torch
 
 from schemas.trajectory import SamplingConfig
+from services.engine.contract import is_greedy, is_identity
 
-GREEDY_BELOW = 1e-5  # a lower temperature means argmax
 RANKED = 512  # tokens ranked at first for top-k and top-p; all are ranked only where these do not decide
 _ALMOST_ONE = 1.0 - 2.0**-24
 
 
-def is_identity(sampling: SamplingConfig) -> bool:
-    """True when the sampler changes nothing, so behaviour and raw log-probabilities are one."""
-    return sampling.temperature == 1.0 and sampling.top_p == 1.0 and sampling.top_k == 0
-
-
-def is_greedy(sampling: SamplingConfig) -> bool:
-    return sampling.temperature < GREEDY_BELOW
-
-
 def transformed(logits: torch.Tensor, samplings: Sequence[SamplingConfig]) -> torch.Tensor:
-    """Log-probabilities of the sampling distribution, float32 [B, V]; -inf outside its support. Greedy rows stay untransformed."""
+    """Log-probabilities of the sampling distribution, float32 [B, V]; -inf outside its support. Greedy rows stay as they are."""
     logits = logits.float()
     if all(is_identity(s) or is_greedy(s) for s in samplings):
         return torch.log_softmax(logits, dim=-1)
@@ -68,7 +59,7 @@ def _filtered(logits: torch.Tensor, samplings: Sequence[SamplingConfig]) -> torc
 def draw(
     logits: torch.Tensor, samplings: Sequence[SamplingConfig], generators: Sequence[np.random.Generator]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """`logits` [B, V] → token ids, behaviour log-probabilities, raw log-probabilities, each [B]. Greedy rows report 0 and raw."""
+    """`logits` [B, V] → token ids, behaviour log-probabilities (0 for greedy rows), raw log-probabilities, each [B]."""
     raw = torch.log_softmax(logits.float(), dim=-1)
     plain = all(is_identity(s) or is_greedy(s) for s in samplings)
     behaviour = raw if plain else transformed(logits, samplings)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schemas.trajectory import SamplingConfig, VersionSpan
+from schemas.trajectory import SamplingConfig
 from services.engine import checkpoint_files
-from services.engine.gate import Gate
+from services.engine.contract import aborted_before_start, checked_request, is_greedy, is_identity
 from services.engine.protocol import (
     AppliedWeights,
     EngineCapabilities,
@@ -24,24 +21,18 @@ from services.engine.protocol import (
     EngineLoad,
     EngineUnavailable,
     Generation,
-    LogprobsMissing,
     Mode,
     RequestRefused,
     Unserviceable,
     WeightsRejected,
     WeightState,
     WeightUpdate,
-    checked_logprobs,
-    checked_request,
 )
 from services.engine.readback import digest_of
-from services.engine.spans import check_cover
 from services.engine.staging import staged, staging_file
-from services.engine.token_sampler import is_greedy, is_identity
-from services.engine.vllm_options import VllmOptions
-
-
-REMEMBERED_DIGESTS = 256
+from services.engine.vllm_options import VllmOptions, environment
+from services.engine.vllm_results import generation_of, label_of
+from services.engine.weight_switch import Loaded, WeightSwitch
 
 
 class _Running(msgspec.Struct):
@@ -58,8 +49,7 @@ class VllmEngine:
 
     def __init__(self, options: VllmOptions) -> None:
         self._options = options
-        self._gate = Gate()
-        self._applying = asyncio.Lock()
+        self._switch = WeightSwitch(options.drain_timeout_s)
         self._llm: Any = None
         self._sampling_params: Any = None
         self._tokens_input: Any = None
@@ -68,11 +58,9 @@ class VllmEngine:
         self._server_error: type[Exception] = Exception
         self._build = ""
         self._capabilities: EngineCapabilities | None = None
-        self._weights = WeightState(version=-1, incarnation=0, digest="", serviceable=False, reason="not started")
         self._running: dict[str, _Running] = {}
         self._ids = itertools.count()
         self._queries = self._hits = self._generated = 0
-        self._digests: dict[tuple[int, int], str] = {}  # by (version, incarnation), of verified weights only
 
     @property
     def build(self) -> str:
@@ -86,7 +74,7 @@ class VllmEngine:
 
     @property
     def weights(self) -> WeightState:
-        return self._weights
+        return self._switch.state
 
     async def start(self) -> None:
         if self._llm is not None:
@@ -96,13 +84,18 @@ class VllmEngine:
         self._llm = llm
         try:
             shapes = checkpoint_files.shapes_of(options.model)
-            held = {name for names in await self._workers("headrace_prepare", [(n, list(s)) for n, s in shapes]) for name in names}
+            held = {
+                name for names in await self._workers("headrace_prepare", [(n, list(s)) for n, s in shapes]) for name in names
+            }
             digest = await self.weight_digest()
             if options.verify_checkpoint:
                 expected = await asyncio.to_thread(_checkpoint_digest, options.model, held)
                 if digest != expected:
-                    raise EngineUnavailable(f"read-back digest {digest} differs from the checkpoint's {expected}: this build lays weights out irreversibly")
-            await llm.update_weight_version(_label(options.initial_version, options.initial_incarnation))
+                    raise EngineUnavailable(
+                        f"read-back digest {digest} differs from the checkpoint's {expected}: "
+                        "this build lays weights out in a way that cannot be read back"
+                    )
+            await llm.update_weight_version(label_of(options.initial_version, options.initial_incarnation))
         except BaseException:
             await self.stop()
             raise
@@ -116,12 +109,12 @@ class VllmEngine:
             tensor_parallel=options.tensor_parallel_size,
             data_parallel=options.data_parallel_size,
         )
-        self._verified(options.initial_version, options.initial_incarnation, digest)
+        self._switch.verified(options.initial_version, options.initial_incarnation, digest)
 
     async def stop(self) -> None:
         llm, self._llm = self._llm, None
-        self._weights = msgspec.structs.replace(self._weights, serviceable=False, reason="stopped")
-        await self._gate.abort_all_waiting()
+        self._switch.unserviceable("stopped")
+        await self._switch.gate.abort_all_waiting()
         if llm is not None:
             await llm.abort([entry.backend_id for entry in self._running.values()])
             await asyncio.sleep(0)
@@ -132,9 +125,9 @@ class VllmEngine:
     ) -> Generation:
         prompt = checked_request(request_id, prompt_ids, sampling, self.capabilities)
         while True:
-            async with self._gate.admit(request_id) as admitted:
+            async with self._switch.gate.admit(request_id) as admitted:
                 if not admitted:
-                    return _empty(request_id, sampling)
+                    return aborted_before_start(request_id, sampling)
                 generation = await self._generate(request_id, prompt, sampling, session)
             if generation is not None:
                 return generation
@@ -143,9 +136,10 @@ class VllmEngine:
         self, request_id: str, prompt: npt.NDArray[np.int32], sampling: SamplingConfig, session: str
     ) -> Generation | None:
         """One attempt; None when it had not sampled anything at a weight switch and must start anew under the new salt."""
-        llm = self._serving()
+        self._switch.check()
+        llm = self._alive()
         entry = _Running(f"{request_id}/{next(self._ids)}")
-        label = _label(self._weights.version, self._weights.incarnation)
+        label = label_of(self.weights.version, self.weights.incarnation)
         self._running[request_id] = entry
         final: Any = None
         try:
@@ -167,7 +161,10 @@ class VllmEngine:
             raise EngineError(f"{request_id}: vLLM ended the generation without an output")
         if entry.restart and not final.outputs[0].token_ids:
             return None
-        return self._generation(request_id, final, sampling, prompt.size)
+        generation = generation_of(request_id, final, sampling, self._switch.digests)
+        self._queries, self._hits = self._queries + prompt.size, self._hits + generation.cached_prompt_tokens
+        self._generated += generation.ids.size
+        return generation
 
     async def abort(self, request_id: str) -> None:
         entry = self._running.get(request_id)
@@ -175,35 +172,11 @@ class VllmEngine:
             entry.restart = False
             await self._llm.abort(entry.backend_id)
         else:
-            await self._gate.abort_waiting(request_id)
+            await self._switch.gate.abort_waiting(request_id)
 
     async def apply(self, update: WeightUpdate, mode: Mode) -> AppliedWeights:
-        async with self._applying:
-            llm = self._alive()
-            self._gate.close()
-            closed = time.monotonic()
-            try:
-                in_flight, drain_s = self._gate.inside, 0.0
-                if mode == "finish_old":
-                    drain_s = await self._gate.drained(self._options.drain_timeout_s)
-                # `keep` freezes requests between two steps. Clearing the cache at that point preempts them, so that their KV
-                # is recomputed under the new weights; the default of `clear_cache` would do so unasked.
-                await llm.pause_generation(mode="keep", clear_cache=mode != "continue_keep")
-                try:
-                    if mode == "continue_keep":
-                        await self._restart_unstarted()
-                    receipt = await self._switch(update)
-                finally:
-                    await llm.resume_generation()
-            finally:
-                await self._gate.reopen()
-            return msgspec.structs.replace(
-                receipt,
-                continued=0 if mode == "finish_old" else in_flight,
-                drained=in_flight if mode == "finish_old" else 0,
-                drain_s=drain_s,
-                closed_s=time.monotonic() - closed,
-            )
+        self._alive()
+        return await self._switch.apply(update, mode, self)
 
     async def weight_digest(self) -> str:
         digests = set(await self._workers("headrace_digest"))
@@ -220,15 +193,59 @@ class VllmEngine:
         capacity = (cache.num_gpu_blocks or 0) * (cache.block_size or 0) or 1
         return EngineLoad(
             running=len(started),
-            waiting=len(self._running) - len(started) + self._gate.outside,
+            waiting=len(self._running) - len(started) + self._switch.gate.outside,
             kv_usage=min(1.0, tokens / capacity),
             prefix_queries=self._queries,
             prefix_hits=self._hits,
             generated_tokens=self._generated,
         )
 
+    # -- the backend's side of a weight change ------------------------------------------------------------------------------
+
+    async def freeze(self, mode: Mode) -> None:
+        # `keep` freezes requests between two steps. Clearing the cache at that point preempts them, so that their KV is
+        # recomputed under the new weights; `clear_cache`, on by default, would do so unasked.
+        await self._alive().pause_generation(mode="keep", clear_cache=mode != "continue_keep")
+        if mode == "continue_keep":
+            await self._restart_unstarted()
+
+    async def replace(self, update: WeightUpdate) -> Loaded:
+        began = time.monotonic()
+        count = size = 0
+        with staging_file(self._options.staging_folder()) as path:
+            chunks = staged(path, update.load(), self._options.staging_chunk_bytes)
+            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+                await self._workers("headrace_load", chunk.path, chunk.tensors)
+                count, size = count + len(chunk.tensors), size + chunk.bytes
+        loaded = time.monotonic()
+        digest = await self.weight_digest()
+        return Loaded(digest=digest, tensors=count, bytes=size, load_s=loaded - began, verify_s=time.monotonic() - loaded)
+
+    async def show(self, update: WeightUpdate, mode: Mode, digest: str) -> None:
+        # Frozen requests hold their blocks, so with KV kept this cannot empty the cache: the salt keeps others out of it.
+        await self._alive().reset_prefix_cache(reset_running_requests=False)
+        await self._alive().update_weight_version(label_of(update.version, update.incarnation))
+
+    async def discard(self) -> None:
+        for entry in self._running.values():
+            entry.restart = False
+        await self._alive().abort([entry.backend_id for entry in self._running.values()])
+
+    async def thaw(self) -> None:
+        await self._alive().resume_generation()
+
+    async def _restart_unstarted(self) -> None:
+        """Requests that wait inside vLLM carry the old version's salt; they must not start on the old version's KV."""
+        llm = self._alive()
+        states = llm.output_processor.request_states
+        unstarted = {state.external_req_id for state in states.values() if not state.detokenizer.num_output_tokens()}
+        for entry in self._running.values():
+            if entry.backend_id in unstarted:
+                entry.restart = True
+                await llm.abort(entry.backend_id)
+
     def _build_llm(self) -> Any:
-        with _environment(self._options.environment()):
+        with environment(self._options.environment()):
             from vllm import __version__, envs
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.exceptions import VLLMClientError, VLLMServerError
@@ -240,6 +257,7 @@ class VllmEngine:
 
             if hasattr(envs, "disable_envs_cache"):
                 envs.disable_envs_cache()  # a second engine in this process may have other settings
+
             class QuietLLM(AsyncLLM):
                 """Shut down by `stop`, never by the garbage collector at interpreter exit, where it fails noisily."""
 
@@ -259,12 +277,6 @@ class VllmEngine:
             raise Unserviceable("the engine is not running; call start() first")
         return self._llm
 
-    def _serving(self) -> Any:
-        llm = self._alive()
-        if not self._weights.serviceable:
-            raise Unserviceable(f"weights are not verified: {self._weights.reason}")
-        return llm
-
     def _parameters(self, sampling: SamplingConfig) -> Any:
         greedy = is_greedy(sampling)
         both = self._options.both_logprobs and not is_identity(sampling) and not greedy
@@ -282,30 +294,6 @@ class VllmEngine:
             output_kind=self._final_only,
         )
 
-    def _generation(self, request_id: str, final: Any, sampling: SamplingConfig, prompt_size: int) -> Generation:
-        output = final.outputs[0]
-        ids = np.array(output.token_ids, dtype=np.int32)
-        first, second = _columns(request_id, output.logprobs, ids)
-        if is_greedy(sampling):  # a point mass: certain, whatever the model thought of it
-            logprobs, raw = np.zeros(ids.size, dtype=np.float32), first
-        else:
-            logprobs, raw = first, (None if is_identity(sampling) else second)
-        spans = tuple(_span(span.start, span.end, span.version) for span in output.weight_versions or ())
-        cached = final.num_cached_tokens or 0
-        self._queries, self._hits = self._queries + prompt_size, self._hits + cached
-        self._generated += ids.size
-        return Generation(
-            request_id=request_id,
-            ids=ids,
-            logprobs=checked_logprobs(logprobs, "logprobs", request_id),
-            raw_logprobs=None if raw is None else checked_logprobs(raw, "raw_logprobs", request_id),
-            versions=check_cover(spans, ids.size),
-            finish_reason=output.finish_reason,
-            stop_reason="" if output.stop_reason is None else str(output.stop_reason),
-            cached_prompt_tokens=cached,
-            weight_digest=self._digests.get((spans[-1].version, spans[-1].incarnation), "") if spans else "",
-        )
-
     async def _workers(self, method: str, *args: Any) -> list[Any]:
         """Call a plug-in method on every rank of every data-parallel replica; all their results."""
         # `AsyncLLM.collective_rpc` would call all replicas but report only the first one's results
@@ -313,113 +301,6 @@ class VllmEngine:
         replicas = await asyncio.wait_for(call, self._options.weights_timeout_s)
         return [result for ranks in replicas for result in ranks]
 
-    async def _restart_unstarted(self) -> None:
-        """Requests that wait inside vLLM carry the old version's salt; they must not start on the old version's KV."""
-        llm = self._alive()
-        states = llm.output_processor.request_states
-        unstarted = {state.external_req_id for state in states.values() if not state.detokenizer.num_output_tokens()}
-        for entry in self._running.values():
-            if entry.backend_id in unstarted:
-                entry.restart = True
-                await llm.abort(entry.backend_id)
-
-    def _verified(self, version: int, incarnation: int, digest: str) -> None:
-        self._weights = WeightState(version=version, incarnation=incarnation, digest=digest, serviceable=True)
-        self._digests[version, incarnation] = digest
-        for key in list(self._digests)[:-REMEMBERED_DIGESTS]:
-            del self._digests[key]
-
-    async def _switch(self, update: WeightUpdate) -> AppliedWeights:
-        """With generation frozen: load on every rank, read back, compare; only then show the new version."""
-        llm = self._alive()
-        began = time.monotonic()
-        count = size = 0
-        digest = ""
-        try:
-            with staging_file(self._options.staging_folder()) as path:
-                chunks = staged(path, update.load(), self._options.staging_chunk_bytes)
-                while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                    await self._workers("headrace_load", chunk.path, chunk.tensors)
-                    count, size = count + len(chunk.tensors), size + chunk.bytes
-            loaded = time.monotonic()
-            digest = await self.weight_digest()
-            if digest != update.digest:
-                raise WeightsRejected(f"loaded weights have digest {digest}, announced was {update.digest}")
-            # Frozen requests hold their blocks, so with KV kept this cannot empty the cache: the salt keeps others out of it.
-            await llm.reset_prefix_cache(reset_running_requests=False)
-            await llm.update_weight_version(_label(update.version, update.incarnation))
-        except Exception as error:  # whatever failed, the workers may now hold a mixture
-            reason = f"version {update.version}: {error if isinstance(error, WeightsRejected) else f'{type(error).__name__}: {error}'}"
-            self._weights = msgspec.structs.replace(self._weights, digest=digest, serviceable=False, reason=reason)
-            for entry in self._running.values():
-                entry.restart = False
-            await llm.abort([entry.backend_id for entry in self._running.values()])
-            raise WeightsRejected(reason) from error
-        self._verified(update.version, update.incarnation, digest)
-        return AppliedWeights(
-            version=update.version,
-            incarnation=update.incarnation,
-            digest=digest,
-            tensors=count,
-            bytes=size,
-            continued=0,
-            drained=0,
-            drain_s=0.0,
-            load_s=loaded - began,
-            verify_s=time.monotonic() - loaded,
-            closed_s=0.0,
-        )
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables for the block; afterwards the environment is as before, vLLM's own additions included."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
-
 
 def _checkpoint_digest(folder: str, names: set[str]) -> str:
     return digest_of(tensor for tensor in checkpoint_files.tensors_of(folder) if tensor[0] in names)
-
-
-def _label(version: int, incarnation: int) -> str:
-    return f"{incarnation}.{version}"
-
-
-def _span(start: int, end: int, label: str) -> VersionSpan:
-    incarnation, version = label.split(".")
-    return VersionSpan(start, end, int(version), int(incarnation))
-
-
-def _columns(request_id: str, flat: Any, ids: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
-    """vLLM's flat log-probabilities → those of the sampled tokens, and the second column where there is one."""
-    if ids.size == 0:
-        return np.zeros(0, dtype=np.float32), None
-    width, rest = divmod(len(flat.logprobs), ids.size)
-    if len(flat) != ids.size or rest or width not in (1, 2):
-        raise LogprobsMissing(f"{request_id}: {ids.size} tokens came with {len(flat.logprobs)} log-probabilities at {len(flat)} positions")
-    values = np.array(flat.logprobs, dtype=np.float32).reshape(ids.size, width)
-    tokens = np.array(flat.token_ids, dtype=np.int32).reshape(ids.size, width)
-    if (tokens != ids[:, None]).any():
-        raise LogprobsMissing(f"{request_id}: log-probabilities belong to other tokens than the sampled ones")
-    return values[:, 0], values[:, 1] if width == 2 else None
-
-
-def _empty(request_id: str, sampling: SamplingConfig) -> Generation:
-    """A request that was aborted while it waited outside."""
-    nothing = np.zeros(0, dtype=np.float32)
-    return Generation(
-        request_id=request_id,
-        ids=np.zeros(0, dtype=np.int32),
-        logprobs=nothing,
-        raw_logprobs=None if is_identity(sampling) else nothing,
-        versions=(),
-        finish_reason="abort",
-        stop_reason="aborted by request",
-    )

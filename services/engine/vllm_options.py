@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -12,7 +14,7 @@ MIB = 2**20
 
 
 class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One vLLM engine. The defaults are for a small model on a few CPU cores; a GPU deployment sets `device="cuda"` and sizes."""
+    """One vLLM engine. The defaults are for a small model on a few CPU cores; a GPU deployment sets `device` and sizes."""
 
     model: str  # folder of the checkpoint
     device: Literal["cpu", "cuda"] = "cpu"
@@ -119,3 +121,16 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.staging_dir:
             return self.staging_dir
         return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables for the block; afterwards the environment is as before, vLLM's own additions included."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)

@@ -32,15 +32,15 @@ def _keep_plain_linears() -> None:
 
     vLLM prepacks them for oneDNN and empties `weight`: an update then fails half-way while the packed copy goes on serving.
     """
-    from vllm.model_executor.layers import utils  # type: ignore[import-not-found,unused-ignore]
+    from vllm.model_executor.layers import utils
 
     if getattr(utils.dispatch_cpu_unquantized_gemm, "plain", False):
         return
     original = utils.dispatch_cpu_unquantized_gemm
 
     @functools.wraps(original)
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        if layer.weight.ndim == 2:  # type: ignore[union-attr]
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
             layer.cpu_linear = torch.nn.functional.linear
         else:
             original(layer, remove_weight)
@@ -56,8 +56,8 @@ def _return_both_logprobs() -> None:
     the best token. The second becomes (sampled token, raw log-probability); the engine reads it as such. The best token and
     the rank are then not computed: on CPU they cost a pass over the vocabulary and, once, a compiler run of several seconds.
     """
-    from vllm.v1.outputs import LogprobsTensors  # type: ignore[import-not-found,unused-ignore]
-    from vllm.v1.sample.sampler import Sampler  # type: ignore[import-not-found,unused-ignore]
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.sample.sampler import Sampler
 
     if getattr(Sampler.forward, "both", False):
         return
@@ -73,7 +73,9 @@ def _return_both_logprobs() -> None:
 
     @functools.wraps(forward)
     def both(self: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = sampling_metadata.max_num_logprobs == 1 and self.logprobs_mode == "processed_logprobs" and not args and not kwargs
+        wanted = (
+            sampling_metadata.max_num_logprobs == 1 and self.logprobs_mode == "processed_logprobs" and not args and not kwargs
+        )
         raw = torch.log_softmax(logits, dim=-1, dtype=torch.float32) if wanted else None  # before the in-place transforms
         out = forward(self, logits, sampling_metadata, *args, **kwargs)
         if raw is not None and out.logprobs_tensors is not None:
@@ -82,7 +84,8 @@ def _return_both_logprobs() -> None:
         return out
 
     both.both = True  # type: ignore[attr-defined]
-    Sampler.forward, Sampler.gather_logprobs = both, staticmethod(gather_sampled)
+    Sampler.forward = both  # type: ignore[method-assign]
+    Sampler.gather_logprobs = staticmethod(gather_sampled)  # type: ignore[assignment]
 
 
 class WeightWorker:
@@ -118,7 +121,7 @@ class WeightWorker:
 
     def headrace_digest(self) -> str:
         """Read all parameters back into checkpoint coordinates, gathering the slices of all ranks, and digest them."""
-        from vllm.distributed.parallel_state import get_world_group  # type: ignore[import-not-found,unused-ignore]
+        from vllm.distributed.parallel_state import get_world_group
 
         plan, group = self._headrace_plan, get_world_group()
         entries = {}

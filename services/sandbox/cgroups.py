@@ -262,8 +262,14 @@ def _remove(folder: str) -> None:
 
 
 def _read(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read()
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # read for every command; `open` costs three times as much
+    try:
+        parts = []
+        while part := os.read(handle, 1 << 16):
+            parts.append(part)
+        return b"".join(parts).decode("utf-8", "surrogateescape")
+    finally:
+        os.close(handle)
 
 
 def _write(path: str, value: str) -> None:

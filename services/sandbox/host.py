@@ -30,6 +30,7 @@ from services.sandbox.seccomp import filter_program
 
 _EMPTIED = ("sandboxes", "scratch", "system")
 _KEPT = ("journal", "snapshots")
+_RUN = "/run"
 _SYSTEM_BYTES = 4 * 2**20
 _ETC = {
     "passwd": f"root:x:0:0:root:/:/usr/sbin/nologin\nagent:x:{INSIDE_UID}:{INSIDE_UID}:agent:/tmp:/bin/bash\n",
@@ -49,7 +50,7 @@ class RootInUse(SandboxError):
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where sandboxes live and what is used to hold them in. Example: `HostConfig(root="/var/lib/headrace/sandbox-0")`."""
 
-    root: str  # every folder above it must be searchable by everybody when sandboxes have their own users
+    root: str
     uid_base: int = 800_000  # sandbox k runs as host user uid_base + k; no account may have these ids
     control_groups: bool = True
     memory_workspace: bool = True  # workspaces in size-limited memory file systems, where this process may mount
@@ -67,8 +68,8 @@ class _Owner(msgspec.Struct, frozen=True, kw_only=True):
 class Host:
     """An opened root folder. `open` and `close` block; everything else may be called from any thread."""
 
-    def __init__(self, config: HostConfig, lock: int, marker: str, probed: Probe, reaped: Reaped) -> None:
-        self.config, self.marker, self.reaped = config, marker, reaped
+    def __init__(self, config: HostConfig, live: str, lock: int, marker: str, probed: Probe, reaped: Reaped) -> None:
+        self.config, self.live, self.marker, self.reaped = config, live, marker, reaped
         self.isolation: Isolation = probed.isolation
         self.launcher: Launcher = probed.launcher
         self._cgroups, self._lock = probed.cgroups, lock
@@ -82,17 +83,16 @@ class Host:
         """
         root = os.path.realpath(config.root)
         os.makedirs(root, mode=0o711, exist_ok=True)
-        os.chmod(root, 0o711)
-        _check_reachable(root)
         lock = _take_lock(root)
         try:
             owner = hashlib.sha256(root.encode()).hexdigest()[:12]
             marker = f"headrace-{owner}"
-            reaped = reap(root, marker, _predecessor(root), _EMPTIED)
-            for name in (*_EMPTIED, *_KEPT):
-                os.makedirs(os.path.join(root, name), mode=0o711 if name in _EMPTIED else 0o700, exist_ok=True)
-            etc, seccomp_path = _build_system(os.path.join(root, "system"), config.memory_workspace)
-            scratch = os.path.join(root, "scratch", "probe")
+            live = _live_folder(root, marker)
+            reaped = reap(live, marker, _predecessor(root), _EMPTIED)
+            for folder in (*(os.path.join(live, name) for name in _EMPTIED), *(os.path.join(root, name) for name in _KEPT)):
+                os.makedirs(folder, mode=0o711, exist_ok=True)
+            etc, seccomp_path = _build_system(os.path.join(live, "system"), config.memory_workspace)
+            scratch = os.path.join(live, "scratch", "probe")
             os.mkdir(scratch, 0o755)
             probed = probe(
                 owner=owner,
@@ -109,21 +109,24 @@ class Host:
         except BaseException:
             os.close(lock)
             raise
-        return cls(msgspec.structs.replace(config, root=root), lock, marker, probed, reaped)
+        return cls(msgspec.structs.replace(config, root=root), live, lock, marker, probed, reaped)
 
     def close(self) -> None:
         """Remove every sandbox, mount and group; the root is free afterwards. Idempotent. Raises `TeardownUnconfirmed`."""
         if self._lock < 0:
             return
         self.pool.shutdown(wait=True)
-        reap(self.config.root, self.marker, self._cgroups, _EMPTIED)
+        reap(self.live, self.marker, self._cgroups, _EMPTIED)
+        if self.live != self.config.root:
+            remove_folder(self.live)
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(self.config.root, "owner.json"))
         os.close(self._lock)
         self._lock = -1
 
     def path(self, *parts: str) -> str:
-        return os.path.join(self.config.root, *parts)
+        """A path among those that are kept, or below `live` for those that end with the owner."""
+        return os.path.join(self.live if parts[0] in _EMPTIED else self.config.root, *parts)
 
     def uid(self, index: int) -> int:
         """The host user of sandbox number `index`; -1 where sandboxes have no users of their own."""
@@ -186,17 +189,26 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) ->
         loop.call_soon_threadsafe(callback)
 
 
-def _check_reachable(root: str) -> None:
-    """The sandbox's user has to reach its workspace by path."""
-    if os.geteuid() != 0:
-        return
-    folder = root
-    while folder != "/":
-        folder = os.path.dirname(folder)
-        if not os.stat(folder).st_mode & stat.S_IXOTH:
-            raise HostUnusable(
-                f"root {root}: {folder} is closed to other users; run `chmod o+x {folder}` or choose another root"
-            )
+def _live_folder(root: str, marker: str) -> str:
+    """Where the live parts lie: in the root, or in /run if some folder above the root is closed to the sandboxes' users.
+
+    A sandbox's user has to reach its workspace by path, and a root below a home folder is often closed.
+    """
+    folders = [root]
+    while folders[-1] != "/":
+        folders.append(os.path.dirname(folders[-1]))
+    if os.geteuid() != 0 or all(os.stat(folder).st_mode & stat.S_IXOTH for folder in folders):
+        return root
+    live = os.path.join(_RUN, marker)
+    try:
+        os.makedirs(live, mode=0o711, exist_ok=True)
+        os.chmod(live, 0o711)
+    except OSError as error:
+        closed = next(folder for folder in folders if not os.stat(folder).st_mode & stat.S_IXOTH)
+        raise HostUnusable(
+            f"root {root}: run `chmod o+x {closed}` or choose another; {live} cannot be used ({error})"
+        ) from error
+    return live
 
 
 def _take_lock(root: str) -> int:

@@ -97,8 +97,8 @@ def _first_working(best: Launcher, scratch: str, uid: int) -> Launcher:
         except SetupFailed as error:
             failure = failure or str(error)
     raise HostUnusable(
-        f"{best.bwrap}: {failure or 'the probe did not exit with 0'}. Allow unprivileged user namespaces, or give the "
-        "container SYS_ADMIN and an unmasked /proc (Docker: cap_add SYS_ADMIN, security_opt seccomp=unconfined,systempaths=unconfined)"
+        f"{best.bwrap}: {failure or 'the probe did not exit with 0'}. Permit unprivileged user namespaces, or give a container "
+        "SYS_ADMIN and an unmasked /proc (Docker: cap_add SYS_ADMIN, security_opt seccomp=unconfined,systempaths=unconfined)"
     )
 
 

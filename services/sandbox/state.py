@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 import msgspec
 
 from services.sandbox import tar
-from services.sandbox.tar import Entry, Kind, StateLimits, StateRefused
+from services.sandbox.tar import DEFAULT_LIMITS, Entry, Kind, StateLimits, StateRefused
 
 REFUSED = "refused:"  # prefix of the `state_hash` of a workspace that has none; the rest says why
 _CHUNK_BYTES = 1 << 20
@@ -72,7 +72,7 @@ def snapshot_manifest(state: PackedState, *, parent: str = "", environment: str 
     return msgspec.structs.replace(draft, snapshot_id=f"snap-{digest[:40]}")
 
 
-def hash_files(files: Mapping[str, bytes], limits: StateLimits = StateLimits()) -> str:
+def hash_files(files: Mapping[str, bytes], limits: StateLimits = DEFAULT_LIMITS) -> str:
     """The state hash of a task's initial files, without touching a disk. Raises `StateRefused`."""
     entries = entries_of(files, limits)
     digest = hashlib.sha256(_HASH_VERSION)
@@ -82,7 +82,7 @@ def hash_files(files: Mapping[str, bytes], limits: StateLimits = StateLimits()) 
     return digest.hexdigest()
 
 
-def entries_of(files: Mapping[str, bytes], limits: StateLimits = StateLimits()) -> list[tuple[Entry, bytes]]:
+def entries_of(files: Mapping[str, bytes], limits: StateLimits = DEFAULT_LIMITS) -> list[tuple[Entry, bytes]]:
     """Files and the folders that they imply, in order. Raises `StateRefused` naming the path that is not admissible."""
     named = {os.fsencode(path): content for path, content in files.items()}
     folders: set[bytes] = set()
@@ -100,7 +100,7 @@ def entries_of(files: Mapping[str, bytes], limits: StateLimits = StateLimits()) 
     return sorted(entries, key=lambda pair: pair[0].path)
 
 
-def scan(folder: str, limits: StateLimits = StateLimits()) -> list[Entry]:
+def scan(folder: str, limits: StateLimits = DEFAULT_LIMITS) -> list[Entry]:
     """Every name below `folder`, in order. Raises `StateRefused` as soon as a limit is passed."""
     found: list[Entry] = []
     total = 0
@@ -123,7 +123,7 @@ def scan(folder: str, limits: StateLimits = StateLimits()) -> list[Entry]:
     return found
 
 
-def hash_folder(folder: str, limits: StateLimits = StateLimits()) -> str:
+def hash_folder(folder: str, limits: StateLimits = DEFAULT_LIMITS) -> str:
     """The state hash of a folder; equal for equal states. Streams, so its memory does not grow with the files."""
     digest = hashlib.sha256(_HASH_VERSION)
     for entry in scan(folder, limits):
@@ -133,7 +133,7 @@ def hash_folder(folder: str, limits: StateLimits = StateLimits()) -> str:
     return digest.hexdigest()
 
 
-def hash_or_refusal(folder: str, limits: StateLimits = StateLimits()) -> str:
+def hash_or_refusal(folder: str, limits: StateLimits = DEFAULT_LIMITS) -> str:
     """The state hash, or `refused:<code>: why`, for a workspace that an agent may have made too large to carry."""
     try:
         return hash_folder(folder, limits)
@@ -141,7 +141,7 @@ def hash_or_refusal(folder: str, limits: StateLimits = StateLimits()) -> str:
         return f"{REFUSED}{refusal.code}: {refusal}"
 
 
-def pack(folder: str, limits: StateLimits = StateLimits()) -> PackedState:
+def pack(folder: str, limits: StateLimits = DEFAULT_LIMITS) -> PackedState:
     """Seal a folder. Raises `StateRefused` if it does not fit the limits."""
     digest = hashlib.sha256(_HASH_VERSION)
     contents: list[tuple[Entry, bytes]] = []
@@ -164,7 +164,7 @@ def pack(folder: str, limits: StateLimits = StateLimits()) -> PackedState:
     )
 
 
-def pack_or_refusal(folder: str, limits: StateLimits = StateLimits()) -> PackedState:
+def pack_or_refusal(folder: str, limits: StateLimits = DEFAULT_LIMITS) -> PackedState:
     """Seal a folder, or say in the sealed state why it cannot be carried, so that the episode has an ending either way."""
     try:
         return pack(folder, limits)
@@ -174,7 +174,7 @@ def pack_or_refusal(folder: str, limits: StateLimits = StateLimits()) -> PackedS
         return PackedState(state_hash=REFUSED + reason, tar=empty, tar_digest=hashlib.sha256(empty).hexdigest(), refused=reason)
 
 
-def unpack(archive: bytes, folder: str, limits: StateLimits = StateLimits(), *, uid: int = -1, gid: int = -1) -> str:
+def unpack(archive: bytes, folder: str, limits: StateLimits = DEFAULT_LIMITS, *, uid: int = -1, gid: int = -1) -> str:
     """Write an archive's state into an empty folder that nobody else writes; returns its state hash.
 
     Raises `StateRefused`, perhaps after a part was written. Every parent is a folder that this very archive made, so no link
@@ -188,7 +188,7 @@ def unpack(archive: bytes, folder: str, limits: StateLimits = StateLimits(), *, 
     return digest.hexdigest()
 
 
-def archive_hash(archive: bytes, limits: StateLimits = StateLimits()) -> tuple[str, list[Entry]]:
+def archive_hash(archive: bytes, limits: StateLimits = DEFAULT_LIMITS) -> tuple[str, list[Entry]]:
     """State hash and entries of an archive, without writing anything. Raises `StateRefused`."""
     digest = hashlib.sha256(_HASH_VERSION)
     entries: list[Entry] = []

@@ -51,6 +51,9 @@ class StateLimits(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_total_bytes + self.max_entries * (4 * _BLOCK + 2 * self.max_path_bytes) + 2 * _BLOCK
 
 
+DEFAULT_LIMITS = StateLimits()
+
+
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One name of a state. `path` is relative, without `.`, `..` or empty parts."""
 

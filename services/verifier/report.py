@@ -37,5 +37,7 @@ def read_report(stdout: bytes) -> GraderReport:
         raise ReportError(f"the grader's last line is no report ({error}): {line[:200].decode(errors='replace')}") from error
     names = [*report.components, *report.violations]
     if len(names) > _MAX_NAMES or any(not name or len(name) > _MAX_NAME_CHARS for name in names):
-        raise ReportError(f"the report has {len(names)} names; at most {_MAX_NAMES} of 1 to {_MAX_NAME_CHARS} characters are allowed")
+        raise ReportError(
+            f"the report has {len(names)} names; at most {_MAX_NAMES} of 1 to {_MAX_NAME_CHARS} characters are allowed"
+        )
     return report

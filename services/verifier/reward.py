@@ -20,7 +20,10 @@ class RewardRule(msgspec.Struct, frozen=True, kw_only=True):
     violations_void_success: bool = True
 
 
-def reward_of(success: bool, violations: Sequence[str], rule: RewardRule = RewardRule()) -> float:
+DEFAULT_RULE = RewardRule()
+
+
+def reward_of(success: bool, violations: Sequence[str], rule: RewardRule = DEFAULT_RULE) -> float:
     """The scalar reward of a graded episode."""
     clean = not (violations and rule.violations_void_success)
     return rule.success if success and clean else rule.failure
