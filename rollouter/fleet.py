@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import structlog
+
 from rollouter.routing import choose
+from schemas.codec import CodecError
 from schemas.policy import EngineState
 from schemas.table import Stream
 from services.bus import Bus
 from services.consume import fold
 from services.health import Health, pause
 
+log = structlog.get_logger()
 STALE_S = 10.0
 _TICK_S = 1.0
 _GONE = ("starting", "failed")  # a generation given to such an engine has no future; `draining` ones still end
@@ -26,7 +31,15 @@ class NoEngine(Exception):
 @dataclass
 class _Known:
     state: EngineState
-    seen: float  # monotonic, when its last heartbeat was written
+    written_ns: int = 0  # by the server's clock, the one that all announcements share
+    beat_ns: int = 0
+    seen: float = -math.inf  # monotonic, of the last heartbeat
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self.seen
+
+    def alive(self) -> bool:
+        return self.state.phase not in _GONE and self.silent_s() <= STALE_S
 
 
 class Fleet:
@@ -43,7 +56,7 @@ class Fleet:
         self._known: dict[str, _Known] = {}
         self._in_flight: dict[str, int] = {}
         self._sessions: dict[str, str] = {}
-        self._gone: set[str] = set()
+        self._alive: set[str] = set()
         self._changed = asyncio.Event()
 
     async def watch(self, stop: asyncio.Event) -> None:
@@ -81,32 +94,37 @@ class Fleet:
 
     def serving(self) -> dict[str, int]:
         """Engines that serve now, with our turns in flight on each."""
-        now = time.monotonic()
         return {
             name: self._in_flight.get(name, 0)
             for name, known in self._known.items()
-            if known.state.phase == "serving" and now - known.seen <= STALE_S
+            if known.state.phase == "serving" and known.alive()
         }
 
-    def observe(self, state: EngineState, written_ns: int, *, beat: bool) -> None:
-        """Take over one announcement; an older one than the last is ignored."""
-        known = self._known.get(state.engine)
-        seen = time.monotonic() - max(0.0, (time.time_ns() - written_ns) / 1e9)
-        if known is None:
-            self._known[state.engine] = _Known(state, seen if beat else 0.0)
-        else:
-            if state.at_ns >= known.state.at_ns:
-                known.state = state
-            if beat:
-                known.seen = max(known.seen, seen)
+    def observe(self, state: EngineState, written_ns: int, *, beat: bool, age_s: float = 0.0) -> None:
+        """Take over one announcement, stored at `written_ns` and `age_s` old; older ones than the last change nothing."""
+        known = self._known.setdefault(state.engine, _Known(state))
+        if written_ns > known.written_ns:
+            known.state, known.written_ns = state, written_ns
+        if beat and written_ns > known.beat_ns:
+            known.seen, known.beat_ns = time.monotonic() - age_s, written_ns
         self._report_gone()
         self._changed.set()
         self._changed.clear()
 
     async def _follow(self, stream: Stream, pattern: str, stop: asyncio.Event, *, beats: bool) -> None:
+        """What was there before us is as old as the clocks say; what comes later is new, whatever the clocks say."""
+        live = False
         async for item in fold(self._bus, stream, pattern, stop=stop, latest_per_subject=True):
-            if item is not None:
-                self.observe(item.decode(EngineState), item.time_ns, beat=beats)
+            if item is None:
+                live = True
+                continue
+            try:
+                state = item.decode(EngineState)
+            except CodecError as error:
+                log.error("unreadable announcement", subject=item.subject, error=str(error))
+                continue
+            age_s = 0.0 if live else max(0.0, (time.time_ns() - item.time_ns) / 1e9)
+            self.observe(state, item.time_ns, beat=beats, age_s=age_s)
 
     async def _tick(self, stop: asyncio.Event) -> None:
         while not await pause(stop, _TICK_S):
@@ -116,19 +134,15 @@ class Fleet:
             self._health.set("turns_in_flight", sum(self._in_flight.values()))
 
     def _report_gone(self) -> None:
-        now = time.monotonic()
         for name, known in self._known.items():
-            silent_s = now - known.seen
-            reason = f"it is {known.state.phase}" if known.state.phase in _GONE else f"it is silent since {silent_s:.0f} s"
-            gone = known.state.phase in _GONE or silent_s > STALE_S
-            if gone and name not in self._gone:
-                self._gone.add(name)
+            if known.alive():
+                self._alive.add(name)
+            elif name in self._alive:
+                self._alive.remove(name)
                 self._health.count("engines_gone")
-                self._on_gone(name, reason)
-            elif not gone:
-                self._gone.discard(name)
+                failed = known.state.phase in _GONE
+                self._on_gone(name, f"it is {known.state.phase}" if failed else f"it is silent for {known.silent_s():.0f} s")
 
     def _describe(self) -> str:
-        now = time.monotonic()
-        known = (f"{name} is {k.state.phase}, heard {now - k.seen:.0f} s ago" for name, k in sorted(self._known.items()))
+        known = (f"{name} is {k.state.phase}, heard {k.silent_s():.0f} s ago" for name, k in sorted(self._known.items()))
         return "; ".join(known) or "no engine has announced itself"

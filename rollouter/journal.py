@@ -56,6 +56,8 @@ class Journal:
         if self._unconfirmed is not None:
             self._unconfirmed.cancel()
             await asyncio.wait({self._unconfirmed}, timeout=5)
+            if self._unconfirmed.done() and not self._unconfirmed.cancelled():
+                self._unconfirmed.exception()  # the play's own error is the one that counts
 
     async def record(self, turn: Turn, sampling: SamplingConfig) -> None:
         """Start to store one turn, after the one before is confirmed. Raises `AttemptTaken`."""

@@ -41,7 +41,7 @@ async def serve(context: ServiceContext) -> None:
     sandboxes are discarded and their leases handed back.
     """
     rollouter = await Rollouter.create(context)
-    leases = WorkConsumer(context.bus, "rollouter", capacity=context.config.rollout.max_groups, drain_s=DRAIN_S + 3 * _CANCEL_S)
+    leases = WorkConsumer(context.bus, "rollouter", capacity=context.config.rollout.max_groups, drain_s=DRAIN_S + 2 * _CANCEL_S)
     ended = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(rollouter.generation.run(ended), name="generation")
@@ -138,10 +138,10 @@ class Rollouter:
 
 async def _end(work: asyncio.Task[None]) -> None:
     """Cancel until it has ended, boundedly: some waits of the bus's client swallow a cancellation."""
-    for _ in range(3):
+    for patience_s in (_CANCEL_S, 2.0, 2.0):
         if work.done():
             return
         work.cancel()
-        await asyncio.wait({work}, timeout=_CANCEL_S / 3)
+        await asyncio.wait({work}, timeout=patience_s)
     if not work.done():
         log.error("a group did not end in time", group=work.get_name())

@@ -123,7 +123,9 @@ class Bus:
                 bus.reconnected.set()
                 bus.reconnected = asyncio.Event()
 
-        options: dict[str, Any] = {"nkeys_seed_str": nkeys_seed} if nkeys_seed else {}
+        options: dict[str, Any] = {"reconnect_time_wait": 0.5}  # the client takes any number, its annotation only whole ones
+        if nkeys_seed:
+            options["nkeys_seed_str"] = nkeys_seed
         if tls is not None:
             options["tls"] = tls
         deadline = time.monotonic() + timeout_s
@@ -137,7 +139,6 @@ class Bus:
                         inbox_prefix=f"_INBOX_{role}".encode(),
                         max_reconnect_attempts=-1,
                         allow_reconnect=True,
-                        reconnect_time_wait=0.5,
                         ping_interval=5,
                         max_outstanding_pings=2,
                         connect_timeout=3,

@@ -19,7 +19,7 @@ from services.nats_server import ServerError
 from services.registry import SERVE, load_serve
 from services.run_folder import RunFolderError, url_file
 
-EXIT_OK, EXIT_USER_ERROR = 0, 2
+EXIT_OK, EXIT_FAILED, EXIT_USER_ERROR, EXIT_HARD = 0, 1, 2, 130
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -29,21 +29,32 @@ class UsageError(ValueError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out one command and give its exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     command: Command = options.command
     try:
         return command(options)
     except (ConfigError, UsageError, BusError, ServerError, RunFolderError) as error:
         print(f"headrace: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except BaseExceptionGroup as group:
+        _, rest = group.split(BusError)
+        if rest is not None:
+            raise
+        print(f"headrace: {_first(group)}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
-        return 130
+        return EXIT_HARD
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="headrace", description="Asynchronous streaming RL for language-model agents.")
-    parser.add_argument("--version", action="version", version=f"headrace {_version()}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    top = argparse.ArgumentParser(prog="headrace", description="Asynchronous streaming RL for language-model agents.")
+    top.add_argument("--version", action="version", version=f"headrace {_version()}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     up = _command(commands, "up", _up, "run everything on this machine")
     up.add_argument("--max-steps", type=int, metavar="N", help="stop after N batches (run.max_steps); 0: until stopped")
@@ -67,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", metavar="OUT", help="write the result here as well")
 
     _command(commands, "sft", _sft, "train the example's warm start on demonstrations")
-    return parser
+    return top
 
 
 def _command(
@@ -76,14 +87,14 @@ def _command(
     run: Callable[[argparse.Namespace], int],
     text: str,
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--config", metavar="FILE", help="configuration (TOML)")
-    parser.add_argument(
+    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    command.add_argument("--config", metavar="FILE", help="configuration (TOML)")
+    command.add_argument(
         "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="override one setting; repeatable"
     )
-    parser.add_argument("--nats", metavar="URL", help="NATS server(s), comma-separated (nats.url)")
-    parser.set_defaults(command=run)
-    return parser
+    command.add_argument("--nats", metavar="URL", help="NATS server(s), comma-separated (nats.url)")
+    command.set_defaults(command=run)
+    return command
 
 
 def _config(options: argparse.Namespace, *more: str) -> Config:
@@ -127,7 +138,8 @@ def _watch(options: argparse.Namespace) -> int:
     from services.stack import watch
 
     _quiet_logs()
-    return asyncio.run(watch(_existing(options)))
+    config = _existing(options)
+    return asyncio.run(watch(config, record=not options.run_folder))  # in its own folder `headrace up` writes
 
 
 def _eval(options: argparse.Namespace) -> int:

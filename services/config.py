@@ -148,7 +148,13 @@ class Trainer(_Section):
     objective: Literal["ppo_clip", "reinforce_kl"] = Field("ppo_clip", description="The policy-gradient objective")
     clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip of the update ratio")
     clip_high: float = Field(0.2, gt=0, description="Upper clip of the update ratio")
-    kl_coefficient: float = Field(0.0, ge=0, description="Weight of the KL term of reinforce_kl")
+    proximal: Literal["behaviour", "batch_start"] = Field(
+        "behaviour", description="ppo_clip: denominator of the update ratio, the sampler's log-probs or the trainer's own"
+    )
+    weight_max: float = Field(0.0, ge=0, description="Cap of the off-policy weight beside the clip; 0: none")
+    kl: Literal["none", "behaviour"] = Field("none", description="reinforce_kl: the policy that the penalty pulls towards")
+    kl_estimator: Literal["k2", "k3"] = Field("k3", description="Estimator of the penalty, on the sampled tokens")
+    kl_coefficient: float = Field(0.0, ge=0, description="Weight of the penalty")
     mini_batch_groups: int = Field(0, ge=0, description="Source prompts of one optimizer step; 0: the whole batch")
     epochs: int = Field(1, ge=1, description="Passes over a batch")
     checkpoint_every: int = Field(10, ge=1, description="Steps between checkpoints; the ledger is the log between them")

@@ -27,6 +27,7 @@ from services.bus import Bus, BusError, IntegrityError, Item, item_of
 log = structlog.get_logger()
 _PULL_BYTES = 16 * 2**20
 _EXPIRES_S = 5.0
+_CLOSE_INBOX_S = 2.0
 
 
 class Retry(Exception):
@@ -115,7 +116,9 @@ async def fold(
 
 async def read_all(bus: Bus, stream: Stream, *patterns: str, start: int = 1) -> list[Item]:
     """Everything stored up to now."""
-    return [item async for item in fold(bus, stream, *patterns, start=start, stop=asyncio.Event(), live=False) if item is not None]
+    return [
+        item async for item in fold(bus, stream, *patterns, start=start, stop=asyncio.Event(), live=False) if item is not None
+    ]
 
 
 async def read_latest(bus: Bus, stream: Stream, *patterns: str) -> list[Item]:
@@ -208,6 +211,15 @@ async def _unsubscribe(subscription: Subscription) -> None:
         await subscription.unsubscribe()
     except (nats.errors.Error, OSError):
         pass
+
+
+async def _close_inbox(subscription: Subscription) -> None:
+    """End the server's interest in an inbox and take in what was on its way; the server then drops the pulls that wait for it."""
+    try:
+        async with asyncio.timeout(_CLOSE_INBOX_S):
+            await subscription.drain()
+    except (nats.errors.Error, OSError, TimeoutError) as error:
+        log.info("inbox not closed in order", error=repr(error))
 
 
 Handler = Callable[[Item], Awaitable[None]]
@@ -325,6 +337,7 @@ class WorkConsumer:
                     tasks.add(task)
                     self.running = len(tasks)
                     task.add_done_callback(finished)
+            await _close_inbox(subscription)  # first, or a waiting pull of ours would get what is handed back
             for message in arrived:
                 if _status(message) is None:
                     await _ack(message, b"-NAK")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Literal
@@ -11,6 +9,7 @@ from typing import Literal
 from schemas.table import Role
 from services.child import LIFELINE, ChildSpec
 from services.config import Config
+from services.engine.registry import vllm_available
 from services.nats_server import binary, configuration
 from services.registry import instances
 from services.run_folder import RunFolder
@@ -69,10 +68,7 @@ def engine_kind(config: Config) -> Literal["vllm", "transformers", "simulated"]:
     """The engine kind of this run, `auto` settled once for all engines."""
     if config.engine.kind != "auto":
         return config.engine.kind
-    if importlib.util.find_spec("services.engine.registry") is not None:
-        available = importlib.import_module("services.engine.registry").vllm_available()[0]
-    else:
-        available = importlib.util.find_spec("vllm") is not None
+    available, _ = vllm_available()
     return "vllm" if available else "transformers"
 
 

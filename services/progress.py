@@ -176,7 +176,8 @@ def eval_line(row: dict[str, Any]) -> str:
     for name in HELDOUT:
         score = row["splits"].get(name, {"successes": 0, "attempts": 0})
         rates.append(_rate(score["successes"] / score["attempts"] if score["attempts"] else None))
-        counts.append(f"{score['successes']}/{score['attempts']} {name.removeprefix('heldout_')}s")
+        censored = f" ({score['censored']} censored)" if score.get("censored") else ""
+        counts.append(f"{score['successes']}/{score['attempts']} {name.removeprefix('heldout_')}s{censored}")
     return line_of([str(row["step"]), "eval", " / ".join(rates)], f"{', '.join(counts)}, {row['seconds']:.1f} s")
 
 

@@ -1,7 +1,7 @@
 """The life of one service process: start, ready, draining, stopped.
 
-Every service is a coroutine `serve(context)`. It works until `context.stop` is raised, drains, and returns. The runtime gives it a
-connected bus, verified streams, heartbeats, a health endpoint and signal handling; exit code 0 means a clean drain.
+Every service is a coroutine `serve(context)`. It works until `context.stop` is raised, drains, and returns. The runtime gives
+it a connected bus, verified streams, heartbeats, a health endpoint and signal handling; exit code 0 means a clean drain.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import uvloop
 
 from schemas.table import Role
 from services.bus import Bus, BusError
-from services.config import Config
+from services.config import Config, ConfigError
 from services.health import Health
 from services.logs import start_logging
 from services.provision import provision
@@ -94,12 +94,12 @@ async def _live(role: Role, instance: str, config: Config, serve: Serve, health_
                     raise RuntimeError(f"{role} ended without being asked to")
             finally:
                 background_stop.set()
-    except* BusError as errors:
-        for error in errors.exceptions:
-            log.error("failed", error=str(error))
+    except* (BusError, ConfigError) as errors:
+        for reason in _leaves(errors):
+            log.error("failed", error=str(reason))
         code = EXIT_FAILED
     except* Exception as errors:  # a broken program stops here, with its trace, and the supervisor decides
-        for failure in errors.exceptions:
+        for failure in _leaves(errors):
             log.error("crashed", error=repr(failure), exc_info=failure)
         code = EXIT_FAILED
     if not lost:
@@ -108,6 +108,15 @@ async def _live(role: Role, instance: str, config: Config, serve: Serve, health_
     lost.append("closing")
     await bus.close()
     return EXIT_BUS_LOST if was_lost else code
+
+
+def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
+    """The errors themselves, out of however many task groups they came through."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 async def connect(config: Config, role: Role, instance: str, on_fatal: Callable[[str], None] | None = None) -> Bus:

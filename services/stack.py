@@ -65,19 +65,7 @@ async def run_stack(config: Config, *, fresh: bool, say: Callable[[str], None], 
         start_logging("supervisor", "0", config.telemetry.log_level, file)
         if folder.moved_to is not None:
             say(f"the older run folder is now {folder.moved_to}")
-        failures: list[BaseException] = []
-        try:
-            return await _Stack(config, folder, say, plan).run()
-        except* BusError as group:
-            failures += _leaves(group)
-        raise failures[0]
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions in a group, however deep."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for part in error.exceptions for leaf in _leaves(part)]
-    return [error]
+        return await _Stack(config, folder, say, plan).run()
 
 
 class _Stack:
@@ -202,8 +190,11 @@ class _Stack:
         self._stop.set()
 
 
-async def watch(config: Config) -> int:
-    """Print the progress of a run on an existing server until it is complete or a signal comes; writes metrics and samples."""
+async def watch(config: Config, *, record: bool) -> int:
+    """Print the progress of a run on an existing server until it is complete or a signal comes.
+
+    `record` also writes metrics and samples to the run folder, which nobody else may be doing then.
+    """
     stop, lost = asyncio.Event(), list[str]()
 
     def on_lost(reason: str) -> None:
@@ -216,7 +207,10 @@ async def watch(config: Config) -> int:
         try:
             await _streams(bus, config.nats.connect_timeout_s, stop)
             folder = config.run_folder()
-            progress = Progress(bus, config, say, MetricsFile(folder / "metrics.jsonl"), Samples(bus, config, folder))
+            metrics, samples = None, None
+            if record:
+                metrics, samples = MetricsFile(folder / "metrics.jsonl"), Samples(bus, config, folder)
+            progress = Progress(bus, config, say, metrics, samples)
             say(f"run {config.run.name} on {urlsplit(config.nats.url).netloc or config.nats.url}")
             async with asyncio.TaskGroup() as group:
                 group.create_task(progress.run(stop))

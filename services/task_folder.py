@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from schemas.task import SPLITS, GraderSpec, Split, Task, TaskBudget, ToolSpec
+from services.config import ConfigError
 
 MAX_FILE_BYTES = 4 * 2**20
 _TASK_ID = re.compile(r"[a-z0-9_-]{1,48}")
@@ -34,7 +35,7 @@ _SHELL = ToolSpec(
 )
 
 
-class SuiteError(ValueError):
+class SuiteError(ConfigError):
     """A task suite cannot be used; the text names the file or setting, what is wrong, and the rule."""
 
 

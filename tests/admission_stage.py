@@ -1,7 +1,7 @@
 """The parts of the pipeline that tests of bank, admission and sampler play themselves, over the real bus.
 
-`Stage` runs real services as tasks of the test. `Actors` is a rollouter, a verifier, a fleet and a trainer that publish the real
-messages, some of them twice.
+`Stage` runs real services as tasks of the test. `Actors` is a rollouter, a verifier, a fleet and a trainer that publish the
+real messages, some of them twice.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ async def _to_end(serve: Serve, context: ServiceContext) -> None:
 
 @dataclass
 class Actors:
-    """A rollouter with its verifier, a fleet and a trainer: what they do is real messages; `disorder` shuffles and repeats them."""
+    """A rollouter with its verifier, a fleet and a trainer; their messages are real, `disorder` shuffles and repeats them."""
 
     bus: Bus
     disorder: random.Random

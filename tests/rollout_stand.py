@@ -21,6 +21,7 @@ from examples.terminal.suite import suite
 from rollouter import service as rollouter_service
 from rollouter.chat import ChatRenderer
 from rollouter.manifest import policy_manifest
+from schemas.actions import Finish
 from schemas.arrays import Array
 from schemas.codec import decode_any
 from schemas.generation import AbortRequest, GenerateRequest, GenerateResult
@@ -189,6 +190,23 @@ def lease(config: Config, ordinal: int, task_id: str, size: int = 4, **changes: 
     return GroupLease(**{**fields, **changes})
 
 
+def rival_turn(of: GroupLease, slot: int, attempt: int) -> TurnRecord:
+    """A first turn that another rollouter has journalled."""
+    return TurnRecord(
+        run=of.run,
+        group=of.group,
+        slot=slot,
+        attempt=attempt,
+        turn=0,
+        task_id=of.task_id,
+        manifest=of.manifest,
+        prompt_ids=Array("int32", (0,), b""),
+        sampled_ids=Array("int32", (0,), b""),
+        logprobs=Array("float32", (0,), b""),
+        action=Finish(),
+    )
+
+
 @asynccontextmanager
 async def context_of(config: Config, role: Role, instance: str) -> AsyncIterator[ServiceContext]:
     """A service's context, without the process around it."""
@@ -252,11 +270,15 @@ async def stand(config: Config, *engines: ScriptedEngine) -> AsyncIterator[Servi
 @asynccontextmanager
 async def surroundings(config: Config, *engines: ScriptedEngine) -> AsyncIterator[ServiceContext]:
     """Everything but the rollouter; gives the sandbox service's context."""
+    services: list[tuple[Role, str, Serve]] = [(Role.ENGINE, engine.name, engine.serve) for engine in engines]
+    services += [(Role.VERIFIER, "v0", verifier_service.serve), (Role.SANDBOX, "x0", sandbox_service.serve)]
     async with AsyncExitStack() as stack:
-        for engine in engines:
-            await stack.enter_async_context(serving(config, Role.ENGINE, engine.name, engine.serve))
-        await stack.enter_async_context(serving(config, Role.VERIFIER, "v0", verifier_service.serve))
-        yield await stack.enter_async_context(serving(config, Role.SANDBOX, "x0", sandbox_service.serve))
+        contexts = [await stack.enter_async_context(serving(config, *service)) for service in services]
+        try:
+            yield contexts[-1]
+        finally:
+            for context in contexts:
+                context.stop.set()  # all at once, since none needs another to stop
 
 
 async def episodes_of(bus: Bus, count: int, timeout_s: float = 40.0) -> list[Episode]:

@@ -140,7 +140,10 @@ def ledger_of(
                 state.demand(*disorder.choice(asked[:at_demand]))
             if restarts and disorder.random() < 0.3:
                 state = Assembly()
-                told = [*((state.ready, item) for item in ready[:at_ready]), *((state.demand, item) for item in asked[:at_demand])]
+                told = [
+                    *((state.ready, item) for item in ready[:at_ready]),
+                    *((state.demand, item) for item in asked[:at_demand]),
+                ]
                 for method, item in told if disorder.random() < 0.5 else reversed_streams(told, at_ready):
                     method(*item)
                 for item in ledger:
@@ -306,7 +309,10 @@ class Ledger(RuleBasedStateMachine):
     def expected(self, batch: BatchEntry) -> list[str]:
         """The first eligible groups in completion order that no earlier batch took."""
         taken = {
-            m.group for _, entry in self.ledger if isinstance(entry, BatchEntry) and entry.step < batch.step for m in entry.groups
+            m.group
+            for _, entry in self.ledger
+            if isinstance(entry, BatchEntry) and entry.step < batch.step
+            for m in entry.groups
         }
         eligible = [
             group.group
@@ -332,7 +338,7 @@ TestLedger.settings = settings(max_examples=40, stateful_step_count=30, deadline
 
 
 def test_conservation_names_what_is_violated() -> None:
-    groups, demands, ledger = recorded()
+    groups, _, ledger = recorded()
     entries = [entry for _, entry in ledger]
     leases = [make_lease(group.ordinal) for group in groups]
     assert account(leases, entries).holds

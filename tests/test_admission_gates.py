@@ -69,7 +69,11 @@ CASES: dict[str, tuple[ReadyGroup, GateSettings, str]] = {
         "too_few_rewards",
     ),
     "no variance, kept": (with_siblings(GOOD, 0, reward=1.0), SETTINGS, "eligible"),
-    "no variance, skipped": (with_siblings(GOOD, 0, reward=1.0), GateSettings(max_lag=2, zero_variance="skip"), "zero_variance"),
+    "no variance, skipped": (
+        with_siblings(GOOD, 0, reward=1.0),
+        GateSettings(max_lag=2, zero_variance="skip"),
+        "zero_variance",
+    ),
 }
 
 

@@ -58,6 +58,22 @@ async def account_of(bus: Bus) -> Account:
     return account(leases, [entry for _, entry in await ledger_of(bus)])
 
 
+async def open_at_every_lease(bus: Bus) -> list[int]:
+    """Open training groups just after each lease, by the server's own clock."""
+    events: list[tuple[int, int]] = []
+    for item in await items(bus, Stream.TASKS):
+        if item.decode(GroupLease).purpose == "train":
+            events.append((item.time_ns, 1))
+    for item in await items(bus, Stream.LEDGER):
+        entry = decode_any(item.data)
+        events.append((item.time_ns, -len(entry.groups) if isinstance(entry, BatchEntry) else -1))
+    counts, now = [], 0
+    for _, change in sorted(events):
+        now += change
+        counts.append(now)
+    return counts
+
+
 def some_fail(lease: GroupLease, slot: int) -> Termination:
     """Every ninth group loses a sibling to infrastructure, every seventh has a truncated one."""
     if lease.purpose == "train" and lease.ordinal % 9 == 4 and slot == 0:
@@ -110,6 +126,7 @@ async def test_a_run_with_restarts_conserves_every_group_and_trains_each_once(na
         points = {item.subject.rsplit(".", 1)[-1] for item in await items(bus, Stream.TRAIN, "train.eval.*")}
         assert {"step-00000", f"step-{STEPS:05d}"} <= points
         assert len({group.group for _, group in ready}) == len(ready)
+        assert max(await open_at_every_lease(bus)) <= WINDOW
         actors.stop.set()
         await rolling
 

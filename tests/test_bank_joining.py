@@ -22,7 +22,9 @@ from schemas.trajectory import Episode, VersionSpan
 Fact = EpisodeFact | VerdictFact
 
 
-def facts_of(lease: GroupLease, slot: int, seq: int, *, version: int = 0, reward: float = 1.0) -> tuple[EpisodeFact, VerdictFact]:
+def facts_of(
+    lease: GroupLease, slot: int, seq: int, *, version: int = 0, reward: float = 1.0
+) -> tuple[EpisodeFact, VerdictFact]:
     episode = make_episode(lease, slot, version=version)
     name = digest(encode(episode))
     verdict = make_verdict(episode, name, reward=reward)

@@ -165,3 +165,18 @@ def test_status_shows_services_and_group_counts_of_a_live_run(stack: Stack) -> N
     assert "engines serve" in shown.stdout
     process.send_signal(signal.SIGINT)
     assert stack.end()[0] == 0
+
+
+def test_watch_shows_the_same_lines_and_writes_nothing_in_a_folder_that_another_owns(stack: Stack) -> None:
+    stack.start(8, 0.4)
+    wait_until(lambda: len(stack.steps()) >= 1)
+    words = [sys.executable, "-m", "services.cli", "watch", "--run-folder", str(stack.folder)]
+    watching = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    code, output = stack.end()
+    assert code == 0, output
+    shown, errors = watching.communicate(timeout=40)
+    assert watching.returncode == 0, errors
+    wanted = [line for line in output.splitlines() if line[:5].strip().isdigit()]
+    assert len(wanted) == 10  # eight steps, two evaluations
+    assert sorted(line for line in shown.splitlines() if line[:5].strip().isdigit()) == sorted(wanted)
+    assert stack.steps() == list(range(8))

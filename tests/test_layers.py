@@ -64,9 +64,17 @@ def imports_of(path: Path) -> tuple[str, ...]:
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *((node.module,) if node.module else ())))
             found += [f"{module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "import_module":
-            found += [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
     return tuple(found)
+
+
+@cache
+def late_imports_of(path: Path) -> tuple[str, ...]:
+    """Modules that a file imports by their name as text, when asked to."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    late = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "import_module"]
+    return tuple(
+        arg.value for call in late for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+    )
 
 
 def allowed(layer: str, imported: str) -> bool:
@@ -94,6 +102,18 @@ def test_imports_point_one_way(layer: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_only_the_composition_root_names_upper_modules_as_text() -> None:
+    """The command line and the registry start services of every layer without importing them; nobody else reaches around."""
+    wrong = [
+        f"{name} imports {imported}"
+        for name, path in modules()
+        if name not in ("services.cli", "services.registry")
+        for imported in late_imports_of(path)
+        if not allowed(name.split(".", 1)[0], imported)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def is_leaf(name: str) -> bool:
     return name == LEAF or name.startswith(f"{LEAF}.")
 
@@ -115,7 +135,7 @@ def test_a_heavy_package_has_one_door(package: str) -> None:
     found = {
         path.relative_to(ROOT).as_posix()
         for _, path in modules()
-        if any(imported.split(".", 1)[0] == package for imported in imports_of(path))
+        if any(imported.split(".", 1)[0] == package for imported in (*imports_of(path), *late_imports_of(path)))
     }
     assert found <= DOORS[package], f"{package} is imported outside of its door by {sorted(found - DOORS[package])}"
 

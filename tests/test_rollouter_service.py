@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from examples.terminal.suite import suite
+from rollouter.groups import MAX_TAKEOVERS
 from rollouter.journal import sandbox_of
 from schemas.actions import InvalidAction
 from schemas.sandbox import SandboxCleanup, SandboxResult
@@ -27,6 +28,7 @@ from tests.rollout_stand import (
     lease,
     make_sandbox_root,
     oracle_speech,
+    rival_turn,
     say,
     stand,
     turns_of,
@@ -208,14 +210,18 @@ async def test_a_group_that_cannot_be_played_is_sealed_and_the_others_go_on(
     foreign = lease(config, 1, TASKS[0], size=2, manifest="ffff")
     elsewhere = lease(config, 2, TASKS[0], size=2, base_snapshot="0" * 64)
     sound = lease(config, 3, TASKS[0], size=2)
+    poison = lease(config, 4, TASKS[0], size=1)  # has taken down one rollouter after the other
     async with stand(config, ScriptedEngine("e0", lambda ask: say("finish"))) as context:
         await context.bus.store(context.bus.subjects.lease(9), b"no message", {})
-        for each in (unknown, foreign, elsewhere, sound):
+        past = rival_turn(poison, 0, attempt=poison.slot_retries + MAX_TAKEOVERS)
+        await context.bus.publish_once(context.bus.subjects.turn(poison.group, 0, past.attempt, 0), past)
+        for each in (unknown, foreign, elsewhere, poison, sound):
             await context.bus.publish_once(context.bus.subjects.lease(each.ordinal), each)
-        episodes = await episodes_of(context.bus, 8)
+        episodes = await episodes_of(context.bus, 9)
     assert {(e.group, e.termination) for e in episodes} == {
         (unknown.group, Termination.INFRA_ABORT),
         (foreign.group, Termination.SCHEDULER_CANCEL),
         (elsewhere.group, Termination.INFRA_ABORT),
+        (poison.group, Termination.INFRA_ABORT),
         (sound.group, Termination.AGENT_FINISH),
     }

@@ -13,14 +13,12 @@ from pathlib import Path
 
 from rollouter import service as rollouter_service
 from rollouter.journal import past_attempts
-from schemas.actions import Finish
-from schemas.arrays import Array
 from schemas.table import Role, Stream
 from schemas.termination import Termination
-from schemas.trajectory import TurnRecord
 from services.bus import Bus
 from services.config import Config, to_toml
 from services.consume import read_all
+from tests.conftest import NatsServer
 from tests.rollout_stand import (
     TASKS,
     Ask,
@@ -32,6 +30,8 @@ from tests.rollout_stand import (
     eventually,
     lease,
     make_sandbox_root,
+    oracle_speech,
+    rival_turn,
     say,
     serving,
     stand,
@@ -169,21 +169,8 @@ async def test_an_attempt_whose_name_is_taken_goes_on_under_the_next(nats_url: s
 
     async def speak(ask: Ask) -> Words:
         if (ask.slot, ask.attempt, ask.turn) == (0, 0, 0):
-            subjects = context.bus.subjects
-            rival = TurnRecord(
-                run=run_name,
-                group=one.group,
-                slot=0,
-                attempt=0,
-                turn=0,
-                task_id=one.task_id,
-                manifest=one.manifest,
-                prompt_ids=Array("int32", (0,), b""),
-                sampled_ids=Array("int32", (0,), b""),
-                logprobs=Array("float32", (0,), b""),
-                action=Finish(),
-            )
-            await context.bus.publish_once(subjects.turn(one.group, 0, 0, 0), rival)
+            rival = rival_turn(one, 0, attempt=0)
+            await context.bus.publish_once(context.bus.subjects.turn(one.group, 0, 0, 0), rival)
         return say("shell", "pwd") if ask.turn == 0 else say("finish")
 
     async with stand(config, ScriptedEngine("e0", speak)) as context:
@@ -193,3 +180,30 @@ async def test_an_attempt_whose_name_is_taken_goes_on_under_the_next(nats_url: s
         assert context.health.counters["attempts_taken"] == 1
     assert (episodes[0].attempt, episodes[1].attempt) == (1, 0)
     assert past.next_attempt == {0: 2, 1: 1}
+
+
+async def test_a_server_that_is_killed_costs_no_turn(nats_process: NatsServer, run_name: str, sandbox_root: str) -> None:
+    config = configuration(nats_process.url, run_name, sandbox={"root": sandbox_root})
+    leases = [lease(config, n, TASKS[n]) for n in range(3)]
+    speech = oracle_speech({each.group: each.task_id for each in leases})
+    async with stand(config, ScriptedEngine("e0", speech), ScriptedEngine("e1", speech)) as context:
+        for each in leases:
+            await context.bus.publish_once(context.bus.subjects.lease(each.ordinal), each)
+
+        async def some() -> bool:
+            return len(await turns_of(context.bus)) > 6
+
+        await eventually("some turns", some)
+        nats_process.kill()
+        await asyncio.sleep(0.3)
+        nats_process.start()
+        episodes = await episodes_of(context.bus, 12)
+        verdicts = await verdicts_of(context.bus, 12)
+        turns = await turns_of(context.bus)
+    assert {v.success for v in verdicts.values()} == {True}
+    assert len(verdicts) == len(episodes) == 12
+    for episode in episodes:
+        mine = [t for t in turns if (t.group, t.slot, t.attempt) == (episode.group, episode.slot, episode.attempt)]
+        mine.sort(key=lambda t: t.turn)
+        row = [i for t in mine for part in (t.prompt_ids, t.sampled_ids) for i in part.numpy().tolist()]
+        assert row == episode.ids.numpy().tolist()

@@ -110,6 +110,7 @@ def test_a_point_is_scored_once_all_its_groups_are_graded() -> None:
     assert book.score("t", point, 2) is None
     assert book.in_flight() == 1
     book.graded(with_point(make_ready(1), point.name), 9_500_000_000)
+    assert book.score("t", point, 3) is None, "a lease of the plan is still to come"
     result = book.score("t", point, 2)
     assert result is not None
     assert (result.point, result.step, result.seconds) == ("step-00000", 0, 5.5)

@@ -1,4 +1,4 @@
-"""The sampler's core: the window is bounded at every instant, nothing is leased that would be too stale, ordinals never repeat."""
+"""The sampler's core: the window is bounded at every instant, no lease is bound to be too stale, no ordinal repeats."""
 
 from __future__ import annotations
 
@@ -227,9 +227,7 @@ def test_a_run_ends_with_exactly_the_groups_that_it_needed(
     seed: int, window: int, max_lag: int, batch: int, steps: int, every: int, loss: float
 ) -> None:
     """Invariants 3 and 4 at the sampler: every rule at every lease is checked on the way, restarts included."""
-    chosen = make_settings(
-        window=window, max_lag=max_lag, batch=batch, steps=steps, at_start=True, at_end=True, every=every
-    )
+    chosen = make_settings(window=window, max_lag=max_lag, batch=batch, steps=steps, at_start=True, at_end=True, every=every)
     world = World(chosen, random.Random(seed), loss=loss)
     world.live()
     final = account(world.leases, [entry for _, entry in world.ledger])

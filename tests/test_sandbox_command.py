@@ -22,7 +22,18 @@ from tests.sandbox_ground import needs_bwrap, opened_host, processes_naming, tok
 
 pytestmark = [needs_bwrap, pytest.mark.timeout(60)]
 NUMBERS = itertools.count()
-LIMITS = Limits(memory_bytes=128 * 2**20, processes=40, disk_bytes=8 * 2**20, scratch_bytes=4 * 2**20, max_files=200, output_bytes=4096)
+TRY_SOCKETS = b"""
+import socket
+for family in (40, 17, 38, 21):  # VSOCK, PACKET, ALG, RDS
+    try:
+        socket.socket(family, 1)
+        print("OPEN", family)
+    except OSError as error:
+        print(error.errno)
+"""
+LIMITS = Limits(
+    memory_bytes=128 * 2**20, processes=40, disk_bytes=8 * 2**20, scratch_bytes=4 * 2**20, max_files=200, output_bytes=4096
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +88,8 @@ def test_there_is_no_network(box: Box) -> None:
 def test_doors_without_a_namespace_are_shut(host: Host, box: Box) -> None:
     if not host.isolation.call_filter:
         pytest.skip("no system-call filter on this machine")
-    code = "import socket\nfor f in (40, 17, 38, 21):\n try:\n  socket.socket(f, 1); print('OPEN', f)\n except OSError as e: print(e.errno)"
-    assert run(box, f'python3 -I -S -c "{code}"').stdout.split() == [b"97"] * 4
+    box.fill({"try.py": TRY_SOCKETS})
+    assert run(box, "python3 -I -S try.py").stdout.split() == [b"97"] * 4  # EAFNOSUPPORT
 
 
 def test_the_host_is_not_visible(host: Host, box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,7 +129,7 @@ def test_the_system_is_read_only_and_the_user_has_no_power(box: Box) -> None:
     assert b"WROTE" not in result.stdout and result.stdout.startswith(b"1000\n")
     assert b"CapEff:\t0000000000000000" in result.stdout and b"CapBnd:\t0000000000000000" in result.stdout
     assert b"NoNewPrivs:\t1" in result.stdout
-    attempts = run(box, "date -s 2001-01-01; mount -t tmpfs x /work; unshare -U true && echo NESTED; chroot / true; dmesg | head -1")
+    attempts = run(box, "date -s 2001-01-01; mount -t tmpfs x /work; unshare -U true && echo NESTED; chroot / true")
     assert attempts.exit_code is not None and b"NESTED" not in attempts.stdout
     assert time.localtime().tm_year > 2001
 
@@ -141,7 +152,8 @@ def test_a_memory_bomb_is_killed(host: Host, box: Box) -> None:
 
 
 def test_memory_file_systems_are_bounded(box: Box) -> None:
-    result = run(box, "for d in /tmp /dev/shm /work; do head -c 64M /dev/zero > $d/fill; stat -c %s $d/fill; done; rm /work/fill")
+    fill = "head -c 64M /dev/zero > $d/fill; stat -c %s $d/fill"
+    result = run(box, f"for d in /tmp /dev/shm /work; do {fill}; done; rm /work/fill")
     sizes = [int(line) for line in result.stdout.split()]
     assert len(sizes) == 3 and all(size <= 16 * 2**20 for size in sizes)
     assert run(box, "ls /tmp").stdout == b""  # scratch is new for every command
@@ -229,7 +241,8 @@ def test_a_line_as_long_as_allowed_runs(box: Box) -> None:
 
 
 def test_a_broken_set_up_is_not_the_commands_fault(host: Host) -> None:
-    spec = CommandSpec(command_id="c", argv=shell("true"), binds=(Bind(source="/no/such/folder", target="/work"),), uid=host.uid(0))
+    binds = (Bind(source="/no/such/folder", target="/work"),)
+    spec = CommandSpec(command_id="c", argv=shell("true"), binds=binds, uid=host.uid(0))
     with pytest.raises(SetupFailed, match="no/such/folder"):
         asyncio.run(host.run(spec))
 

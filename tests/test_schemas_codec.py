@@ -47,7 +47,13 @@ BATCH = BatchEntry(
     max_lag=2,
 )
 WEIGHTS = WeightsManifest(
-    run="t", version=1, incarnation=0, digest="d1", form="patch", base_version=0, objects=(ObjectRef(name="o", digest="x", size_bytes=3),)
+    run="t",
+    version=1,
+    incarnation=0,
+    digest="d1",
+    form="patch",
+    base_version=0,
+    objects=(ObjectRef(name="o", digest="x", size_bytes=3),),
 )
 TURN = TurnRecord(
     run="t",
@@ -95,7 +101,9 @@ EXAMPLES: tuple[Message, ...] = (
         demand_seq=4,
         settings_hash="h",
     ),
-    AbandonEntry(run="t", group="g1", ready_seq=0, reason=AbandonReason.INFRA_ABORT, detail="", family="files", settings_hash="h"),
+    AbandonEntry(
+        run="t", group="g1", ready_seq=0, reason=AbandonReason.INFRA_ABORT, detail="", family="files", settings_hash="h"
+    ),
     BatchDemand(run="t", step=0, version=0, incarnation=0, groups=8),
     make_commit(BATCH),
     EvalResult(

@@ -127,7 +127,15 @@ def test_what_means_once_for_ever_is_written_once_by_one_role() -> None:
         if subject.once:
             assert len(subject.publishers) == 1, subject.pattern
     once = {subject.pattern for _, subject in PATTERNS if subject.once}
-    assert {"task.lease.*", "episode.*.*", "verdict.*.*", "ready.*", "ledger.batch.*", "train.step.*", "policy.staged.*"} <= once
+    assert {
+        "task.lease.*",
+        "episode.*.*",
+        "verdict.*.*",
+        "ready.*",
+        "ledger.batch.*",
+        "train.step.*",
+        "policy.staged.*",
+    } <= once
 
 
 def test_a_role_reads_no_more_than_it_needs() -> None:

@@ -11,6 +11,8 @@ What it pins down:
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import os
@@ -61,9 +63,10 @@ class ShardedModel:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        self._engine, self._optimizer, _, _ = self._deepspeed.initialize(
-            model=scorer, optimizer=optimizer, config=_deepspeed_config(config, device), dist_init_required=False
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory tables
+            self._engine, self._optimizer, _, _ = self._deepspeed.initialize(
+                model=scorer, optimizer=optimizer, config=_deepspeed_config(config, device), dist_init_required=False
+            )
         self._engine.train()
         self._names = [(name.removeprefix("model."), p) for name, p in self._engine.module.named_parameters()]
 

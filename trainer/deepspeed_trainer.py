@@ -35,7 +35,7 @@ class DeepSpeedTrainer:
     """
 
     def __init__(self, config: TrainerConfig, device: Device) -> None:
-        """Load `config.model_dir`. Raises `ConfigError`, `ModelLoadError`, `RankError` or `EngineError`, each naming its field."""
+        """Load `config.model_dir`. Raises `ConfigError`, `ModelLoadError`, `RankError` or `EngineError`, naming the field."""
         self.config = config.checked()
         self.device = device
         torch.set_num_threads(device.threads)
@@ -108,8 +108,9 @@ class DeepSpeedTrainer:
     def _update(self, rows: Sequence[TrainRow], proximal: dict[int, Floats]) -> UpdateMetrics:
         """One optimizer step on one mini-batch."""
         started = time.monotonic()
-        weights = token_weights(rows, self.config.objective.reduction)
         effective = [row if self._computed(row) else _PADDING for row in rows]
+        normalised = zip(token_weights(rows, self.config.objective.reduction), effective, strict=True)
+        weights = [np.zeros(row.length, np.float32) if row is _PADDING else weight for weight, row in normalised]
         reference = self._reference_logprobs(effective)
         packing = self._pack(effective)
         facts: list[TokenFacts] = []

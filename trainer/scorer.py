@@ -53,7 +53,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010  (a plain attribute of the model family's own class)
     return model
 
 
@@ -75,7 +75,7 @@ class TokenScorer(nn.Module):
         self._whole_head = any(getattr(config, name, None) not in (None, 1.0) for name in _WHOLE_HEAD_SETTINGS)
 
     def forward(self, ids: torch.Tensor, contexts: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids [B, T], contexts [N], targets [N] → log-probabilities and (without gradient) entropies, both float32 [N], in nats."""
+        """ids [B, T], contexts [N], targets [N] → log-probabilities and entropies (no gradient), both float32 [N], in nats."""
         lm: Any = self.model
         if self._whole_head:  # the model reshapes its logits after the head: let it
             logits = lm(input_ids=ids, use_cache=False).logits.flatten(0, 1)[contexts]

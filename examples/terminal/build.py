@@ -28,7 +28,11 @@ SPECIAL_TOKENS = (
 PAD_ID, END_ID = 0, 1
 VOCAB_SIZE = 896  # a multiple of 64
 HIDDEN, LAYERS, HEADS, KV_HEADS, FEED_FORWARD = 192, 4, 6, 2, 512
+HEAD = HIDDEN // HEADS
 MAX_POSITIONS = 1024
+ROPE_THETA = 1000.0  # episodes are short: slower rotations would carry nothing
+INITIAL_SCALE = 0.06
+LOOK_BACK_SCALE = 4.6  # the token at the right distance gets e^3 times the attention of its neighbours
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 
 
@@ -96,13 +100,13 @@ def config() -> dict[str, object]:
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "max_position_embeddings": MAX_POSITIONS,
-        "rope_theta": 10000.0,
+        "rope_theta": ROPE_THETA,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "use_sliding_window": False,
         "tie_word_embeddings": True,
-        "initializer_range": 0.02,
+        "initializer_range": INITIAL_SCALE,
         "bos_token_id": None,
         "eos_token_id": END_ID,
         "pad_token_id": PAD_ID,
@@ -111,30 +115,51 @@ def config() -> dict[str, object]:
 
 
 def initial_weights(seed: int) -> dict[str, torch.Tensor]:
-    """Normal(0, 0.02) matrices, the residual outputs scaled down by depth; names and shapes of `Qwen2ForCausalLM`."""
+    """Random weights with two hints that save a small policy most of its way to copying names out of the prompt.
+
+    Names and shapes are those of `Qwen2ForCausalLM`. The hints only shape the start, every weight is trained:
+    - The first three heads of the first layer look one, two and three tokens back (`_look_back`), the first half of induction.
+    - Each head's output matrix is its value matrix transposed, so that a head repeats what it attends to, and queries of
+      later layers resemble keys, so that like attends to like (mimetic initialization, Trockman and Kolter 2023).
+    """
     generator = torch.Generator().manual_seed(seed)
 
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * 0.02 * scale).to(torch.bfloat16)
+    def matrix(rows: int, columns: int, scale: float = INITIAL_SCALE) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * scale
 
-    def vector(size: int, value: float) -> torch.Tensor:
-        return torch.full((size,), value, dtype=torch.bfloat16)
-
-    head = HIDDEN // HEADS
-    residual = (2 * LAYERS) ** -0.5
-    weights = {"model.embed_tokens.weight": matrix(VOCAB_SIZE, HIDDEN), "model.norm.weight": vector(HIDDEN, 1.0)}
+    weights = {
+        "model.embed_tokens.weight": matrix(VOCAB_SIZE, HIDDEN, INITIAL_SCALE / 2),
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
     for layer in range(LAYERS):
+        key, value = matrix(KV_HEADS * HEAD, HIDDEN), matrix(KV_HEADS * HEAD, HIDDEN)
+        query = matrix(HEADS * HEAD, HIDDEN)
+        shared = torch.arange(HEADS).repeat_interleave(HEAD) // (HEADS // KV_HEADS) * HEAD + torch.arange(HEAD).repeat(HEADS)
+        if layer > 0:
+            query = (query + key[shared]) * 0.5**0.5
+        biases = {"q": torch.zeros(HEADS * HEAD), "k": torch.zeros(KV_HEADS * HEAD), "v": torch.zeros(KV_HEADS * HEAD)}
+        if layer == 0:
+            biases["k"][:HEAD] = _look_back(0)
+            for head in range(HEADS // KV_HEADS):
+                biases["q"][head * HEAD : (head + 1) * HEAD] = _look_back(head + 1)
         prefix = f"model.layers.{layer}"
-        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            weights[f"{prefix}.self_attn.{name}_proj.weight"] = matrix(heads * head, HIDDEN)
-            weights[f"{prefix}.self_attn.{name}_proj.bias"] = vector(heads * head, 0.0)
-        weights[f"{prefix}.self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * head, residual)
+        for name, projection in (("q", query), ("k", key), ("v", value)):
+            weights[f"{prefix}.self_attn.{name}_proj.weight"] = projection
+            weights[f"{prefix}.self_attn.{name}_proj.bias"] = biases[name]
+        residual = (2 * LAYERS) ** -0.5
+        weights[f"{prefix}.self_attn.o_proj.weight"] = value[shared].T * residual
         weights[f"{prefix}.mlp.gate_proj.weight"] = matrix(FEED_FORWARD, HIDDEN)
         weights[f"{prefix}.mlp.up_proj.weight"] = matrix(FEED_FORWARD, HIDDEN)
-        weights[f"{prefix}.mlp.down_proj.weight"] = matrix(HIDDEN, FEED_FORWARD, residual)
-        weights[f"{prefix}.input_layernorm.weight"] = vector(HIDDEN, 1.0)
-        weights[f"{prefix}.post_attention_layernorm.weight"] = vector(HIDDEN, 1.0)
-    return weights
+        weights[f"{prefix}.mlp.down_proj.weight"] = matrix(HIDDEN, FEED_FORWARD, INITIAL_SCALE * residual)
+        weights[f"{prefix}.input_layernorm.weight"] = torch.ones(HIDDEN)
+        weights[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(HIDDEN)
+    return {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
+
+
+def _look_back(distance: int) -> torch.Tensor:
+    """A bias whose product with `_look_back(0)`, both under rotary embedding, peaks `distance` tokens back. [HEAD]"""
+    angles = distance * ROPE_THETA ** (-torch.arange(HEAD // 2) / (HEAD // 2))
+    return LOOK_BACK_SCALE * torch.cat([torch.cos(angles), -torch.sin(angles)])
 
 
 def build(output_dir: Path, seed: int = 0) -> None:

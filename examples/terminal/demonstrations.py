@@ -7,6 +7,7 @@ share set by `wrong_share` holds a mistake that is trained on: see `mistakes.py`
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -103,24 +104,24 @@ class Writer:
 def rows(
     model_dir: str | Path,
     *,
-    count: int,
+    count: int | None = None,
     seed: int,
     wrong_share: float = 0.0,
     copy_share: float = 0.2,
     slip_share: float = 0.05,
 ) -> Iterator[SftRow]:
-    """`count` rows, a pure function of the arguments and the model folder's tokenizer and template."""
+    """`count` rows, or endless ones; a pure function of the arguments and the model folder's tokenizer and template."""
     writer = Writer(ChatRenderer(model_dir))
     shares = Shares(wrong=wrong_share, copy=copy_share, slip=slip_share)
     for instruction, turns in episodes(writer, count=count, seed=seed, shares=shares):
         yield writer.row(instruction, turns)
 
 
-def episodes(writer: Writer, *, count: int, seed: int, shares: Shares) -> Iterator[tuple[str, list[Turn]]]:
+def episodes(writer: Writer, *, count: int | None, seed: int, shares: Shares) -> Iterator[tuple[str, list[Turn]]]:
     """Instruction and turns of each row."""
     rng = random.Random(f"demonstrations {seed}")
     templates = [template for template in suite.templates.values() if not template.heldout]
-    for _ in range(count):
+    for _ in itertools.count() if count is None else range(count):
         if rng.random() < shares.copy:
             yield _drill(writer, rng)
             continue

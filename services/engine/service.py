@@ -28,6 +28,7 @@ from services.tracing import span
 log = structlog.get_logger()
 _HEARTBEAT_S = 1.0
 _ABORT_HEADROOM = 16
+_PROOF_TIMEOUT_S = 30.0
 
 
 async def serve(context: ServiceContext) -> None:
@@ -102,6 +103,15 @@ class EngineService:
         with span("generate", item.headers, engine=self.name, request=message.request_id):
             result = await self._generate(message)
         await self._bus.publish(self._bus.subjects.generated(message.requester), result)
+        if result.status == "error":
+            await self._prove_alive()
+
+    async def _prove_alive(self) -> None:
+        """After an unexplained error: an engine that can no longer read its own weights is dead, and so is this process."""
+        try:
+            await asyncio.wait_for(self.engine.weight_digest(), _PROOF_TIMEOUT_S)
+        except (EngineError, asyncio.TimeoutError) as error:
+            raise EngineError(f"engine {self.name} died: {error!r}") from error
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         started = time.time_ns()

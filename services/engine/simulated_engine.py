@@ -277,8 +277,9 @@ class SimulatedEngine:
             self._trusted = update.digest
         else:
             for name, bits, shape in update.load():
-                if bits.size != math.prod(shape):
-                    raise ValueError(f"{name}: shape {shape} needs {math.prod(shape)} words, got {bits.size}")
+                known = self._entries.get(name)
+                if bits.size != math.prod(shape) or (self._options.model and (known is None or known[1] != shape)):
+                    raise ValueError(f"tensor {name} of shape {shape} is not in the checkpoint, or came with {bits.size} words")
                 self._entries[name] = ("bf16", shape, tensor_digest(bits))
                 count, size = count + 1, size + bits.nbytes
         digest = await self.weight_digest()

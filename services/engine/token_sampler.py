@@ -20,7 +20,7 @@ _ALMOST_ONE = 1.0 - 2.0**-24
 
 
 def transformed(logits: torch.Tensor, samplings: Sequence[SamplingConfig]) -> torch.Tensor:
-    """Log-probabilities of the sampling distribution, float32 [B, V]; -inf outside its support. Greedy rows stay as they are."""
+    """Log-probabilities of the sampling distribution, float32 [B, V]; -inf outside its support; greedy rows unchanged."""
     logits = logits.float()
     if all(is_identity(s) or is_greedy(s) for s in samplings):
         return torch.log_softmax(logits, dim=-1)

@@ -1,4 +1,4 @@
-"""The embedded engine: a `transformers` model in this process, batched continuously on its own thread. For CPU, small models."""
+"""The embedded engine: a `transformers` model in this process, batched continuously on a thread. For CPU and small models."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ def register() -> None:
     """Patch this process's vLLM. Calling it again changes nothing."""
     _keep_plain_linears()
     _return_both_logprobs()
+    _keep_seeded_rows_on_cpu()
 
 
 def _keep_plain_linears() -> None:
@@ -85,7 +86,33 @@ def _return_both_logprobs() -> None:
 
     both.both = True  # type: ignore[attr-defined]
     Sampler.forward = both  # type: ignore[method-assign]
-    Sampler.gather_logprobs = staticmethod(gather_sampled)  # type: ignore[assignment]
+    Sampler.gather_logprobs = staticmethod(gather_sampled)  # type: ignore[method-assign]
+
+
+def _keep_seeded_rows_on_cpu() -> None:
+    """Let requests with a seed survive a prompt that is prefilled in several pieces on CPU.
+
+    vLLM turns a request's generator back after a draw that it discards, by an offset that CPU generators do not have: the engine
+    dies. Here the discarded draw stays drawn, so on CPU a seed repeats a generation only under the same split of its prompt.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = GPUModelRunner._bookkeeping_sync
+    if getattr(original, "keeps_seeded", False):
+        return
+
+    @functools.wraps(original)
+    def bookkeeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type != "cpu":
+            return original(self, *args, **kwargs)
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    bookkeeping.keeps_seeded = True  # type: ignore[attr-defined]
+    GPUModelRunner._bookkeeping_sync = bookkeeping  # type: ignore[method-assign]
 
 
 class WeightWorker:

@@ -11,7 +11,7 @@ import msgspec
 from services.sandbox import state
 from services.sandbox.cgroups import Cgroup
 from services.sandbox.command import Bind, CommandResult, CommandSpec, Limits, Outcome, shell
-from services.sandbox.host import Host
+from services.sandbox.host import Host, open_folder
 from services.sandbox.process import run_blocking
 from services.sandbox.state import PackedState
 from services.sandbox.tar import StateLimits
@@ -48,7 +48,7 @@ class Box:
         return os.path.join(self._folder, f"work-{self._generation}")
 
     def open(self) -> None:
-        os.mkdir(self._folder, 0o711)
+        open_folder(self._folder, 0o711)
         label = BoxLabel(sandbox_id=self.sandbox_id, marker=self.host.marker, index=self.index, created_ns=time.time_ns())
         with open(os.path.join(self._folder, "label.json"), "wb") as file:
             file.write(msgspec.json.encode(label))

@@ -64,6 +64,7 @@ _MODULES = {"pip": _HEAVY["pip"], "build": _ANY, "ensurepip": _ANY}
 _JOBS = re.compile(r"^(-[A-Za-z]*j\d*|--jobs(=\d+)?)$")
 _ASSIGNMENT = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
 _VALUE = re.compile(r"^[0-9.]+[smhd]?$|^0x[0-9a-f]+$")
+_OPERATORS = "();<>|&`\n"
 _SUBSTITUTION = re.compile(r"\$\((?!\()|`")
 
 
@@ -78,7 +79,7 @@ def is_package_heavy(command: str, _depth: int = 0) -> bool:
         return False
     simple: list[str] = []
     for word in [*_words(command), ";"]:
-        if word and all(char in "();<>|&\n" for char in word):
+        if word and all(char in _OPERATORS for char in word):
             if word[0] in "<>":
                 continue
             if simple and _is_heavy(simple, _depth):
@@ -91,13 +92,13 @@ def is_package_heavy(command: str, _depth: int = 0) -> bool:
 
 def _words(command: str) -> list[str]:
     """Words and operators; a line whose quotes do not close is split at blanks instead."""
-    lexer = shlex.shlex(command.replace("\\\n", " "), posix=True, punctuation_chars="();<>|&\n")
+    lexer = shlex.shlex(command.replace("\\\n", " "), posix=True, punctuation_chars=_OPERATORS)
     lexer.whitespace = " \t\r"
     lexer.commenters = ""
     try:
         return list(lexer)
     except ValueError:
-        return re.split(r"[ \t\r]+|(?<=[();|&\n])|(?=[();|&\n])", command)
+        return re.split(r"[ \t\r]+|(?<=[();|&`\n])|(?=[();|&`\n])", command)
 
 
 def _is_heavy(words: list[str], depth: int) -> bool:
@@ -106,7 +107,7 @@ def _is_heavy(words: list[str], depth: int) -> bool:
         return True
     wrapped = False
     for position, word in enumerate(words):
-        name = word.rpartition("/")[2].lstrip("`$")
+        name = word.rpartition("/")[2].lstrip("$")
         if _ASSIGNMENT.match(word) or word in _KEYWORDS:
             continue
         if name in _WRAPPERS:

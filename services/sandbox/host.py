@@ -31,6 +31,7 @@ from services.sandbox.seccomp import filter_program
 _EMPTIED = ("sandboxes", "scratch", "system")
 _KEPT = ("journal", "snapshots")
 _RUN = "/run"
+_UID_BASE, _UIDS_PER_ROOT = 2_000_000, 4096  # so that two roots on one machine share no user
 _SYSTEM_BYTES = 4 * 2**20
 _ETC = {
     "passwd": f"root:x:0:0:root:/:/usr/sbin/nologin\nagent:x:{INSIDE_UID}:{INSIDE_UID}:agent:/tmp:/bin/bash\n",
@@ -51,7 +52,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where sandboxes live and what is used to hold them in. Example: `HostConfig(root="/var/lib/headrace/sandbox-0")`."""
 
     root: str
-    uid_base: int = 800_000  # sandbox k runs as host user uid_base + k; no account may have these ids
+    uid_base: int = 0  # sandbox k runs as host user uid_base + k, which no account may have; 0: derived from the root
     control_groups: bool = True
     memory_workspace: bool = True  # workspaces in size-limited memory file systems, where this process may mount
     threads: int = 64  # commands that run at the same time, at most
@@ -62,6 +63,7 @@ class _Owner(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     marker: str
+    live: str
     cgroups: CgroupParents | None
 
 
@@ -87,29 +89,35 @@ class Host:
         try:
             owner = hashlib.sha256(root.encode()).hexdigest()[:12]
             marker = f"headrace-{owner}"
+            uid_base = config.uid_base or _UID_BASE + _UIDS_PER_ROOT * int(owner[:4], 16)
             live = _live_folder(root, marker)
-            reaped = reap(live, marker, _predecessor(root), _EMPTIED)
-            for folder in (*(os.path.join(live, name) for name in _EMPTIED), *(os.path.join(root, name) for name in _KEPT)):
-                os.makedirs(folder, mode=0o711, exist_ok=True)
+            predecessor = _predecessor(root)
+            if predecessor is not None and predecessor.live != live:
+                reap(predecessor.live, marker, None, _EMPTIED)
+            reaped = reap(live, marker, predecessor.cgroups if predecessor else None, _EMPTIED)
+            for name in _EMPTIED:
+                open_folder(os.path.join(live, name), 0o711)
+            for name in _KEPT:
+                os.makedirs(os.path.join(root, name), mode=0o700, exist_ok=True)
             etc, seccomp_path = _build_system(os.path.join(live, "system"), config.memory_workspace)
             scratch = os.path.join(live, "scratch", "probe")
-            os.mkdir(scratch, 0o755)
+            open_folder(scratch)
             probed = probe(
                 owner=owner,
                 marker=marker,
                 etc=etc,
                 seccomp_path=seccomp_path,
                 scratch=scratch,
-                uid=config.uid_base,
+                uid=uid_base,
                 control_groups=config.control_groups,
                 memory_workspace=config.memory_workspace,
             )
             os.rmdir(scratch)
-            _write_owner(root, _Owner(pid=os.getpid(), marker=marker, cgroups=probed.cgroups))
+            _write_owner(root, _Owner(pid=os.getpid(), marker=marker, live=live, cgroups=probed.cgroups))
         except BaseException:
             os.close(lock)
             raise
-        return cls(msgspec.structs.replace(config, root=root), live, lock, marker, probed, reaped)
+        return cls(msgspec.structs.replace(config, root=root, uid_base=uid_base), live, lock, marker, probed, reaped)
 
     def close(self) -> None:
         """Remove every sandbox, mount and group; the root is free afterwards. Idempotent. Raises `TeardownUnconfirmed`."""
@@ -135,7 +143,7 @@ class Host:
     def make_folder(self, path: str, index: int, limits: Limits) -> None:
         """An empty folder for sandbox `index`, size-limited where that can be done."""
         uid = self.uid(index)
-        os.makedirs(path, mode=0o755)
+        open_folder(path)
         if self.isolation.memory_workspace:
             owner = uid if uid >= 0 else os.geteuid()
             mount_tmpfs(path, size_bytes=limits.disk_bytes, inodes=limits.max_files, uid=owner, gid=owner)
@@ -184,6 +192,12 @@ class Host:
             os.close(cancel)
 
 
+def open_folder(path: str, mode: int = 0o755) -> None:
+    """A folder with exactly this mode, whatever the process's umask is; one that is there already is no error."""
+    os.makedirs(path, exist_ok=True)
+    os.chmod(path, mode)
+
+
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has closed, so nobody waits for the news
         loop.call_soon_threadsafe(callback)
@@ -201,8 +215,7 @@ def _live_folder(root: str, marker: str) -> str:
         return root
     live = os.path.join(_RUN, marker)
     try:
-        os.makedirs(live, mode=0o711, exist_ok=True)
-        os.chmod(live, 0o711)
+        open_folder(live, 0o711)
     except OSError as error:
         closed = next(folder for folder in folders if not os.stat(folder).st_mode & stat.S_IXOTH)
         raise HostUnusable(
@@ -221,10 +234,10 @@ def _take_lock(root: str) -> int:
     return lock
 
 
-def _predecessor(root: str) -> CgroupParents | None:
+def _predecessor(root: str) -> _Owner | None:
     try:
         with open(os.path.join(root, "owner.json"), "rb") as file:
-            return msgspec.json.decode(file.read(), type=_Owner).cgroups
+            return msgspec.json.decode(file.read(), type=_Owner)
     except FileNotFoundError:
         return None
 
@@ -243,7 +256,7 @@ def _build_system(system: str, in_memory: bool) -> tuple[str, str]:
     if in_memory and can_mount(system):
         mount_tmpfs(system, size_bytes=_SYSTEM_BYTES, inodes=8192, uid=os.geteuid(), gid=os.getegid())
     etc = os.path.join(system, "etc")
-    os.mkdir(etc, 0o755)
+    open_folder(etc)
     for name, text in _ETC.items():
         path = os.path.join(etc, name)
         with open(path, "w", encoding="ascii") as file:

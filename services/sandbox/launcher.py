@@ -9,6 +9,7 @@ working as usual for the command, and with `--as-pid-1` bubblewrap ends only aft
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import msgspec
 
@@ -85,7 +86,7 @@ def options(launcher: Launcher, spec: CommandSpec, *, status_fd: int, seccomp_fd
     for target, path in spec.symlinks:
         words += ["--symlink", target, path]
     words += ["--remount-ro", "/", "--chdir", spec.cwd]
-    return b"".join(os.fsencode(word) + b"\0" for word in words)
+    return os.fsencode("\0".join(words) + "\0")
 
 
 def environment(spec: CommandSpec) -> dict[str, str]:
@@ -94,7 +95,8 @@ def environment(spec: CommandSpec) -> dict[str, str]:
     return {**dict(ENVIRONMENT), **dict.fromkeys(_PARALLELISM, count), **dict(spec.environment)}
 
 
-def system_layout(root: str = "/") -> list[str]:
+@cache
+def system_layout(root: str = "/") -> tuple[str, ...]:
     """Options that give the inside the host's own /bin, /lib and so on: links where the host has links, else binds."""
     words: list[str] = []
     for name in _SYSTEM_FOLDERS:
@@ -103,4 +105,4 @@ def system_layout(root: str = "/") -> list[str]:
             words += ["--symlink", os.readlink(path), f"/{name}"]
         elif os.path.isdir(path):
             words += ["--ro-bind", path, f"/{name}"]
-    return words
+    return tuple(words)

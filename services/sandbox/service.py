@@ -169,8 +169,13 @@ class SandboxService:
                 return self._failed(lane, request, clock, "lost", str(error))
             if isinstance(error, _REFUSED):
                 return self._failed(lane, request, clock, "refused", str(error))
-            log.warning("sandbox request failed", lane=lane, sandbox=request.sandbox, error=str(error))
-            return self._failed(lane, request, clock, "error", str(error))
+            return self._error(lane, request, clock, error)
+        except OSError as error:  # this machine's trouble with one sandbox must not end the others
+            return self._error(lane, request, clock, error)
+
+    def _error(self, lane: Lane, request: Request, clock: _Clock, error: Exception) -> SandboxResult:
+        log.warning("sandbox request failed", lane=lane, sandbox=request.sandbox, error=repr(error))
+        return self._failed(lane, request, clock, "error", str(error))
 
     async def _reset(self, request: SandboxReset, clock: _Clock) -> SandboxResult:
         made = await self._executor.reset(request.sandbox, request.files)

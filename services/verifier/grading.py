@@ -23,7 +23,7 @@ from services.sandbox.cgroups import Cgroup
 from services.sandbox.command import Bind, CommandRefused, CommandResult, CommandSpec, Limits, Outcome
 from services.sandbox.cpus import plan_cpus
 from services.sandbox.errands import Errands
-from services.sandbox.host import Host, HostConfig
+from services.sandbox.host import Host, HostConfig, open_folder
 from services.sandbox.isolation import Isolation
 from services.sandbox.lane_rules import Lane, LaneSpec
 from services.sandbox.lanes import Lanes, LaneStatus, Permit
@@ -199,7 +199,7 @@ class Verifier:
         uid = self._host.uid(slot)
         self._host.make_folder(folder, slot, limits)
         for name in ("state", "tests"):
-            os.mkdir(f"{folder}/{name}", mode=0o755)
+            open_folder(f"{folder}/{name}")
         state.unpack(archive, f"{folder}/state", self._config.state, uid=uid, gid=uid)
         for entry, content in state.entries_of(grader.files, self._config.state):
             state.place(f"{folder}/tests", entry, content, uid=uid, gid=uid)

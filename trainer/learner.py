@@ -1,0 +1,213 @@
+"""One rank's learner: the DeepSpeed trainer between a verified snapshot before and one after, and its checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+import torch
+import torch.distributed as dist
+
+from param_sync.patch.bits import Bits
+from param_sync.patch.snapshot import Snapshot
+from services.base_weights import snapshot_of
+from services.config import Config
+from services.device import choose_device
+from trainer import checkpoint
+from trainer.batch import TrainRow, padding_row
+from trainer.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
+from trainer.deepspeed_trainer import DeepSpeedTrainer
+from trainer.metrics import StepMetrics
+from trainer.schedule import mini_batches, schedule
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one step made: both sets of weights, proved by digest, and its numbers."""
+
+    old: Snapshot
+    new: Snapshot
+    metrics: dict[str, float]
+    tokens: int
+    optimizer_steps: int
+    checkpoint: str
+
+
+class Learner:
+    """Blocking; the service calls it on one thread. Every rank makes the same calls in the same order."""
+
+    def __init__(self, config: Config) -> None:
+        settings = config.trainer
+        self._config = config
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = choose_device(
+            settings.device, threads=settings.threads, local_rank=local_rank, compute_dtype=settings.compute_dtype
+        )
+        os.environ.update(device.environment())
+        self._trainer = DeepSpeedTrainer(trainer_config(config), device)
+        self._root = config.run_folder() / "checkpoints"
+        self._consumed: list[str] = []
+        self._ledger_position = 0
+        self._saved_step = 0
+        self._step = 0  # the next one
+        base = snapshot_of(config.policy.model)
+        self.base_digest = base.digest
+        self.snapshot = self._take(0, 0)
+        if self.snapshot.digest != base.digest:
+            raise checkpoint.CheckpointError(
+                f"policy.model: the trainer holds digest {self.snapshot.digest[:12]} after loading a checkpoint of digest "
+                f"{base.digest[:12]}; are its weights bfloat16 and its tied tensors stored once?"
+            )
+
+    def restore(self) -> int:
+        """Continue from the newest intact checkpoint; gives the next step. A damaged one is named and passed over."""
+        found = checkpoint.latest(self._root)
+        for damage in found.damaged:
+            log.error("damaged checkpoint passed over", path=str(damage.path), reason=damage.reason)
+        if found.checkpoint is None:
+            return 0
+        record = found.checkpoint.commit
+        if record.config_hash != config_hash(self._config):
+            log.warning("the configuration changed since the checkpoint", step=record.step)
+        self._trainer.load_state(found.checkpoint.state)
+        self._consumed = list(record.consumed_group_ids)
+        self._ledger_position = record.ledger_position
+        self._step = self._saved_step = record.step + 1
+        self.snapshot = self._take(record.version, record.incarnation)
+        if self.snapshot.digest != record.digest:
+            raise checkpoint.CheckpointError(
+                f"{found.checkpoint.path}: its weights have digest {self.snapshot.digest[:12]}, its record says {record.digest[:12]}"
+            )
+        log.info("checkpoint restored", step=record.step, version=record.version, digest=record.digest[:12])
+        return self._step
+
+    def train(self, step: int, groups: Sequence[Sequence[TrainRow]], names: Sequence[str], ledger_seq: int) -> Outcome:
+        """The batch's optimizer steps; then, when one is due, the checkpoint that commits step, groups, version and digest."""
+        settings = self._config.trainer
+        rows = [row for group in groups for row in group]
+        plan = schedule(
+            source_prompts=len(groups),
+            mini_batch_prompts=settings.mini_batch_groups or len(groups),
+            rows=len(rows),
+            ranks=self._trainer.ranks,
+            epochs=settings.epochs,
+        )
+        begun = time.monotonic()
+        result = self._trainer.train_batch(mini_batches(rows, plan, padding_row()))
+        old, self.snapshot = self.snapshot, self._take(step + 1, self.snapshot.incarnation)
+        self._consumed.extend(names)
+        self._ledger_position = ledger_seq
+        self._step = step + 1
+        path = self.save() if self._step % settings.checkpoint_every == 0 else ""
+        metrics = _flat(result) | {"learn_s": time.monotonic() - begun}
+        return Outcome(
+            old=old,
+            new=self.snapshot,
+            metrics=metrics,
+            tokens=sum(update.tokens for update in result.updates),
+            optimizer_steps=plan.optimizer_steps,
+            checkpoint=path,
+        )
+
+    def save(self) -> str:
+        """Write the checkpoint of the last finished step unless it is there already; gives its path."""
+        if self._step == self._saved_step:
+            return ""
+        last = self._step - 1
+        main = self._trainer.rank == 0
+        aside = checkpoint.prepare(self._root, last) if main else None
+        self._barrier()
+        folder = self._root / f".partial-{checkpoint.name_of(last)}" if aside is None else aside
+        self._trainer.save_state(folder / "state")
+        path = ""
+        if aside is not None:
+            record = checkpoint.Commit(
+                step=last,
+                version=self.snapshot.version,
+                incarnation=self.snapshot.incarnation,
+                digest=self.snapshot.digest,
+                consumed_group_ids=tuple(self._consumed),
+                ledger_position=self._ledger_position,
+                config_hash=config_hash(self._config),
+                ranks=self._trainer.ranks,
+                written_ns=time.time_ns(),
+            )
+            path = str(checkpoint.commit(self._root, aside, record).path)
+            checkpoint.prune(self._root, self._config.trainer.keep_checkpoints)
+        self._barrier()
+        self._saved_step = self._step
+        return path
+
+    def agree(self, ready: bool) -> bool:
+        """True when every rank is ready to take the next step; otherwise all stop at the same boundary."""
+        if self._trainer.ranks == 1:
+            return ready
+        flag = torch.tensor([1 if ready else 0], device=self._trainer.device.torch_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
+
+    def close(self) -> None:
+        self._trainer.close()
+
+    def _take(self, version: int, incarnation: int) -> Snapshot:
+        """The served weights as they stand now. All ranks take part; each gets all tensors."""
+        state = {name: Bits("bf16", bits.shape, bits) for name, bits in self._trainer.policy_bits(owned=False)}
+        return Snapshot.of(state, version=version, incarnation=incarnation)
+
+    def _barrier(self) -> None:
+        if self._trainer.ranks > 1:
+            dist.barrier()
+
+
+def trainer_config(config: Config) -> TrainerConfig:
+    """The run's configuration as the trainer's own settings."""
+    settings = config.trainer
+    return TrainerConfig(
+        model_dir=config.policy.model,
+        seed=config.run.seed,
+        zero_stage=settings.zero_stage,  # type: ignore[arg-type]
+        gradient_clipping=settings.max_grad_norm,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        temperature=config.rollout.temperature,
+        activation_checkpointing=settings.activation_checkpointing,
+        optimizer=OptimizerConfig(
+            learning_rate=settings.learning_rate,
+            warmup_steps=settings.warmup_steps,
+            betas=settings.betas,
+            epsilon=settings.eps,
+            weight_decay=settings.weight_decay,
+        ),
+        objective=ObjectiveConfig(
+            name=settings.objective,
+            reduction=settings.reduction,
+            epsilon_low=settings.clip_low,
+            epsilon_high=settings.clip_high,
+            proximal=settings.proximal,
+            weight_max=settings.weight_max or None,
+            kl=settings.kl,
+            kl_estimator=settings.kl_estimator,
+            kl_coefficient=settings.kl_coefficient,
+        ),
+    )
+
+
+def config_hash(config: Config) -> str:
+    """Of what the update depends on: model, sampler and trainer settings."""
+    parts = {"policy": config.policy, "rollout": config.rollout, "trainer": config.trainer, "admission": config.admission}
+    text = msgspec.json.encode({name: part.model_dump() for name, part in parts.items()})
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _flat(result: StepMetrics) -> dict[str, float]:
+    """The step's numbers, averaged over its updates where there are several."""
+    fields = [msgspec.structs.asdict(update) for update in result.updates]
+    out = {name: sum(float(f[name]) for f in fields) / len(fields) for name in fields[0]}
+    out["grad_norm"] = out.pop("gradient_norm")
+    return out
