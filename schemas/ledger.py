@@ -55,7 +55,7 @@ class BatchEntry(Message, frozen=True, kw_only=True, tag="batch"):
     version: int
     incarnation: int
     groups: tuple[BatchGroup, ...]
-    ready_high_water: int  # last READY sequence seen when deciding
+    ready_high_water: int  # last READY sequence that the decision looked at
     demand_seq: int  # TRAIN sequence of the demand that this answers
     settings_hash: str
     max_lag: int

@@ -1,7 +1,7 @@
 """The bus: one connection to NATS JetStream, once-only publishing, and exact reads.
 
-Rules kept here and nowhere else: payload limits are checked before the client sees them; an ambiguous time-out is retried, since a
-once-only write cannot happen twice; a client that is *closed* ends its process, since nats-py does not recover from that.
+Rules kept here and nowhere else: payload limits are checked before the client sees them; an ambiguous time-out is retried,
+since a once-only write cannot happen twice; a client that is *closed* ends its process, since nats-py cannot recover from that.
 """
 
 from __future__ import annotations
@@ -283,9 +283,8 @@ class Bus:
                 return None
             raise BusError(f"{name}: {reply['error'].get('description')}")
         raw = reply["message"]
-        return item_of(
-            name, raw["subject"], int(raw["seq"]), _nanoseconds(raw["time"]), _b64(raw.get("data")), _headers(_b64(raw.get("hdrs")))
-        )
+        headers, data = _headers(_b64(raw.get("hdrs"))), _b64(raw.get("data"))
+        return item_of(name, raw["subject"], int(raw["seq"]), _nanoseconds(raw["time"]), data, headers)
 
     async def last_sequence(self, stream: Stream) -> int:
         """The stream's last sequence."""
@@ -319,7 +318,8 @@ def item_of(stream: str, subject: str, seq: int, time_ns: int, data: bytes, head
     actual = digest(data)
     declared = headers.get(DIGEST_HEADER, actual)
     if actual != declared:
-        raise IntegrityError(f"{stream}: sequence {seq} ({subject}) carries digest {declared[:12]} but its bytes are {actual[:12]}")
+        told, found = declared[:12], actual[:12]
+        raise IntegrityError(f"{stream}: sequence {seq} ({subject}) carries digest {told} but its bytes are {found}")
     return Item(stream, subject, seq, time_ns, data, actual, headers)
 
 

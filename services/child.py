@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import threading
@@ -68,6 +69,20 @@ def tail(log: Path, lines: int = 12, limit_bytes: int = 64 * 1024) -> str:
             return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-lines:])
     except FileNotFoundError:
         return "(no log)"
+
+
+def last_words(log: Path) -> str:
+    """The reason in a log's last line: its `error` where it is a structured one, else the line; at most 200 characters."""
+    line = tail(log, 1).strip()
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return line[:200]
+    return (
+        str(event.get("error") or event.get("reason") or event.get("event") or "")[:200]
+        if isinstance(event, dict)
+        else line[:200]
+    )
 
 
 def follow_lifeline() -> None:

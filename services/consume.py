@@ -81,8 +81,8 @@ async def fold(
     """Every message of a log in order, from `start`, and then (if `live`) the new ones as they come, until `stop`.
 
     Yields `None` each time it has caught up with the stream, so that a reader knows when its state is complete; with
-    `live=False` it ends there. `patterns` are table patterns; none means the whole stream. Needs no acknowledgement: a reader that
-    restarts folds again. Raises `IntegrityError` at a hole in an unfiltered log or at a damaged item.
+    `live=False` it ends there. `patterns` are table patterns; none means the whole stream. Needs no acknowledgement: a reader
+    that restarts folds again. Raises `IntegrityError` at a hole in an unfiltered log or at a damaged item.
     """
     name = bus.subjects.stream(stream)
     expected = start
@@ -214,10 +214,10 @@ async def _unsubscribe(subscription: Subscription) -> None:
 
 
 async def _close_inbox(subscription: Subscription) -> None:
-    """End the server's interest in an inbox and take in what was on its way; the server then drops the pulls that wait for it."""
+    """End the server's interest in an inbox and take in what was on its way; the server then drops the pulls waiting for it."""
     try:
         async with asyncio.timeout(_CLOSE_INBOX_S):
-            await subscription.drain()
+            await subscription.drain()  # type: ignore[no-untyped-call]
     except (nats.errors.Error, OSError, TimeoutError) as error:
         log.info("inbox not closed in order", error=repr(error))
 
@@ -260,7 +260,7 @@ class WorkConsumer:
         self._wake = asyncio.Event()
 
     async def create(self) -> None:
-        """Create the durable consumer, or verify that the server's equals the table's. Raises `BusError` with the difference."""
+        """Create the durable consumer, or verify that the server's equals the table's. Raises `BusError` naming differences."""
         config: dict[str, Any] = {
             "durable_name": self.name,
             "name": self.name,

@@ -13,7 +13,7 @@ from services.config import Config
 from services.intervals import interval
 from services.stack import printer, run_stack
 
-_SUFFIX = "-eval"
+_SUFFIX = "-ev"
 _MAX_NAME = 12
 
 

@@ -14,6 +14,7 @@ from services.nats_server import binary, configuration
 from services.registry import instances
 from services.run_folder import RunFolder
 
+SERVER = "nats-server"
 _HEAD_ROOM = 1.1  # the server counts what streams reserve, and file blocks round up
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
 _FIRST_TO_STOP = (Role.SAMPLER, Role.ROLLOUTER)  # while what they wait for still answers
@@ -30,9 +31,9 @@ def server_plan(config: Config, folder: RunFolder, port: int) -> ChildSpec:
     text = configuration(store=home / "store", port=port, max_file_bytes=int(config.nats.store_bytes * _HEAD_ROOM) + 2**26)
     (home / "nats.conf").write_text(text, encoding="utf-8")
     return ChildSpec(
-        label="nats-server",
+        label=SERVER,
         argv=(binary(), "-c", str(home / "nats.conf")),
-        log=folder.log("nats-server"),
+        log=folder.log(SERVER),
         inherit=(folder.lock,),
     )
 

@@ -102,9 +102,10 @@ async def _live(role: Role, instance: str, config: Config, serve: Serve, health_
         for failure in _leaves(errors):
             log.error("crashed", error=repr(failure), exc_info=failure)
         code = EXIT_FAILED
-    if not lost:
+    was_lost = bool(lost) or bus.client.is_closed
+    if not was_lost:
         await _say_goodbye(bus, health)
-    was_lost = bool(lost)
+    stop.set()  # from here on a closed client is what we want, not a loss
     lost.append("closing")
     await bus.close()
     return EXIT_BUS_LOST if was_lost else code

@@ -20,7 +20,8 @@ from services.bus import Bus, BusError
 from services.child import ChildSpec
 from services.config import Config, ConfigError
 from services.consume import fold
-from services.local_plan import check_model, engine_kind, label_of, server_plan, service_plan
+from services.health import pause
+from services.local_plan import SERVER, check_model, engine_kind, label_of, server_plan, service_plan
 from services.logs import start_logging
 from services.nats_server import accepts, free_port
 from services.progress import Progress, is_complete
@@ -79,6 +80,7 @@ class _Stack:
         self._stop = asyncio.Event()
         self._supervisors: list[Supervisor] = []
         self._lost = ""
+        self._signals = 0
 
     async def run(self) -> Outcome:
         with _on_signals(self._on_signal):
@@ -93,16 +95,24 @@ class _Stack:
         server = Supervisor([server_plan(self._config, self._folder, port)], self._say)
         self._supervisors.append(server)
         stop_server = asyncio.Event()
-        task = asyncio.create_task(server.run(stop_server))
+        tasks = (
+            asyncio.create_task(self._keep_server(server, stop_server), name="nats-server"),
+            asyncio.create_task(_note_server(server, port, stop_server), name="nats-server readiness"),
+        )
         try:
             if not await accepts(port, _SERVER_START_S):
-                raise BusError(f"the embedded server does not answer on port {port}; see {self._folder.log('nats-server')}")
-            server.ready("nats-server", server.pid("nats-server") or 0)
+                raise BusError(f"the embedded server does not answer on port {port}; see {self._folder.log(SERVER)}")
             self._folder.note_url(url)
             return await self._with_server(url)
         finally:
             stop_server.set()
-            await task
+            await asyncio.gather(*tasks)
+
+    async def _keep_server(self, server: Supervisor, stop: asyncio.Event) -> None:
+        try:
+            await server.run(stop)
+        except GaveUp as error:
+            self._on_lost(str(error))
 
     async def _with_server(self, url: str) -> Outcome:
         config = self._config.model_copy(update={"nats": self._config.nats.model_copy(update={"url": url})})
@@ -120,9 +130,9 @@ class _Stack:
         stop_progress = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(progress.run(stop_progress), name="progress")
-            await progress.caught_up.wait()
-            code = EXIT_CLEAN
-            if not is_complete(progress.tally, config):
+            await _first_of(progress.caught_up, self._stop)
+            code = EXIT_BUS_LOST if self._lost else EXIT_CLEAN
+            if not self._stop.is_set() and not is_complete(progress.tally, config):
                 code = await self._run_services(config, bus, progress)
             if not self._lost:
                 await progress.catch_up(_CATCH_UP_S)
@@ -182,12 +192,33 @@ class _Stack:
             self._stop.set()
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
+        self._signals += 1
+        if self._signals > 1:
             for supervisor in reversed(self._supervisors):
                 supervisor.kill()
             os._exit(EXIT_HARD)
         self._say("draining; a second signal stops hard")
         self._stop.set()
+
+
+async def _note_server(server: Supervisor, port: int, stop: asyncio.Event) -> None:
+    """Tell the supervisor of each server process that answers, so that killing it again and again is never given up."""
+    seen = None
+    while not await pause(stop, 0.1):
+        pid = server.pid(SERVER)
+        if pid is not None and pid != seen and await accepts(port, 1.0):
+            server.ready(SERVER, pid)
+            seen = pid
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def watch(config: Config, *, record: bool) -> int:
@@ -214,10 +245,7 @@ async def watch(config: Config, *, record: bool) -> int:
             say(f"run {config.run.name} on {urlsplit(config.nats.url).netloc or config.nats.url}")
             async with asyncio.TaskGroup() as group:
                 group.create_task(progress.run(stop))
-                complete = group.create_task(progress.complete.wait())
-                stopped = group.create_task(stop.wait())
-                await asyncio.wait((complete, stopped), return_when=asyncio.FIRST_COMPLETED)
-                complete.cancel()
+                await _first_of(progress.complete, stop)
                 stop.set()
             say(summary(progress.tally, config, folder))
         finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.child import ChildSpec, signal_group, start, tail
+from services.child import ChildSpec, last_words, signal_group, start, tail
 from services.health import pause
 
 log = structlog.get_logger()
@@ -125,7 +125,10 @@ class Supervisor:
                 return
             backoff_s = min(limits.first_backoff_s * 2.0 ** (child.quick_ends - 1), limits.last_backoff_s)
             log.warning("child ended", child=label, code=code, restart_in_s=backoff_s)
-            self._say(f"{label} ended ({ended_how(code)}); starting it again in {backoff_s:g} s, its log is {child.spec.log}")
+            why = f": {last_words(child.spec.log)}" if code > 0 else ""
+            self._say(
+                f"{label} ended ({ended_how(code)}{why}); starting it again in {backoff_s:g} s, its log is {child.spec.log}"
+            )
             child.restarts += 1
             await pause(child.stop, backoff_s)
 

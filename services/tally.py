@@ -147,6 +147,7 @@ class Tally:
                     "censored": score.censored,
                     "tasks": score.tasks,
                     "versions": [score.oldest_version, score.newest_version],
+                    "by_task": {task: list(counts) for task, counts in score.by_task.items()},
                 }
                 for score in result.splits
             },

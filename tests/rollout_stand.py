@@ -82,6 +82,7 @@ class ScriptedEngine:
     speech: Speech
     phase: EnginePhase = "serving"
     version: int = 3
+    mute: bool = False  # sends no heartbeats, as after a crash
     answered: dict[str, list[GenerateResult]] = field(default_factory=dict)  # session -> results in order
     asked: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -108,7 +109,8 @@ class ScriptedEngine:
 
     async def _beat(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            await self.announce()
+            if not self.mute:
+                await self.announce()
             await pause(stop, 0.5)
 
     async def _on_item(self, item: Item) -> None:

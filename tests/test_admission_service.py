@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 
 import pytest
 from admission_stage import Actors, Stage, items, make_ready
-from conftest import eventually
+from conftest import NatsServer, eventually
 
 import admission.bank_service
 import admission.service
@@ -114,7 +113,6 @@ async def test_a_run_with_restarts_conserves_every_group_and_trains_each_once(na
         await asyncio.sleep(0.5)
 
         final = await account_of(bus)
-        print(final.line())
         assert final.holds, final.line()
         assert final.consumed == STEPS * BATCH
         assert not final.open, "the sampler leased more than the steps needed"
@@ -173,5 +171,43 @@ async def test_a_second_writer_is_fenced_and_takes_over_when_the_first_is_gone(n
         assert hashes <= {gate_settings(config).hash(), gate_settings(other).hash()}
 
 
-def test_configuration_is_valid(tmp_path: Path) -> None:
-    assert configuration("t", "nats://x").admission.groups_per_batch == BATCH
+@pytest.mark.timeout(80)
+async def test_two_of_each_service_and_a_killed_server_change_no_count(nats_process: NatsServer, run_name: str) -> None:
+    """Invariants 3 and 4: replicas race for every once-only write, and the server dies in the middle."""
+    config = configuration(run_name, nats_process.url, groups_per_batch=3)
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"at_start": False, "every_steps": 0})})
+    async with Stage(nats_process.url, config) as stage:
+        bus = await stage.bus(Role.OBSERVER)
+        actors = Actors(bus, random.Random(8), SIBLINGS, 3, terminations=some_fail)
+        running = [
+            await stage.start(role, serve, instance)
+            for instance in ("a", "b")
+            for role, serve in (
+                (Role.BANK, admission.bank_service.serve),
+                (Role.ADMISSION, admission.service.serve),
+                (Role.SAMPLER, rollouter.sampler_service.serve),
+            )
+        ]
+        rolling = asyncio.create_task(actors.roll_out())
+
+        async def kill_the_server(batch: BatchEntry) -> None:
+            if batch.step == 1:
+                nats_process.kill()
+                await asyncio.sleep(0.2)
+                nats_process.start()
+
+        await actors.serve_version(0)
+        async with asyncio.timeout(60):
+            await actors.train(range(STEPS), kill_the_server)
+        final = await account_of(bus)
+        assert final.holds, final.line()
+        assert final.consumed == STEPS * 3
+        assert max(await open_at_every_lease(bus)) <= WINDOW
+        leases = [item.decode(GroupLease) for item in await items(bus, Stream.TASKS)]
+        assert [lease.ordinal for lease in leases] == list(range(len(leases)))
+        ready = [(item.seq, item.decode(ReadyGroup)) for item in await items(bus, Stream.READY)]
+        train = [(item.seq, decode_any(item.data)) for item in await items(bus, Stream.TRAIN)]
+        assert replay(ready, train, await ledger_of(bus), gate_settings(config)) is None
+        assert not [service.task for service in running if service.task.done()], "a service ended by itself"
+        actors.stop.set()
+        await rolling

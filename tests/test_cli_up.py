@@ -110,6 +110,18 @@ def test_sigterm_drains_with_exit_code_0_and_the_run_goes_on_where_it_stood(stac
     assert "18 leased = 12 consumed" in output
 
 
+def test_a_second_signal_stops_at_once_and_leaves_no_process(stack: Stack) -> None:
+    process = stack.start(500, 5.0)
+    wait_until(lambda: len(stack.steps()) >= 1)
+    os.kill(stack.pids()["trainer-0"], signal.SIGSTOP)  # it cannot drain now
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    code, _ = stack.end(within_s=10)
+    assert code == 130
+    wait_until(lambda: not [pid for pid in stack.pids().values() if alive(pid)], 10)
+
+
 def test_a_killed_supervisor_leaves_no_process_and_its_folder_can_be_used_again(stack: Stack) -> None:
     process = stack.start(500, 0.2)
     wait_until(lambda: len(stack.steps()) >= 2)

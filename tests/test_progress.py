@@ -230,7 +230,7 @@ def test_attempts_on_the_same_tasks_widen_the_interval() -> None:
 
 def test_an_evaluation_of_its_own_has_a_name_that_fits() -> None:
     config = evaluation_config(load(None, ["run.name=abcdefgh-ij"]), 48)
-    assert config.run.name == "abcdefg-eval"
+    assert config.run.name == "abcdefgh-ev"
     assert (config.run.evaluate_only, config.eval.instance_attempts, config.eval.template_attempts) == (True, 48, 48)
     load(None, [f"run.name={config.run.name}"])
 

@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
+import pytest
 
 from examples.terminal.suite import suite
+from rollouter import fleet
 from rollouter.groups import MAX_TAKEOVERS
 from rollouter.journal import sandbox_of
 from schemas.actions import InvalidAction
@@ -77,7 +79,13 @@ async def test_rows_hold_exactly_what_the_engines_sampled(nats_url: str, run_nam
 
 
 async def test_every_ending_has_its_code_and_its_cost(nats_url: str, run_name: str, sandbox_root: str) -> None:
-    config = configuration(nats_url, run_name, sandbox={"root": sandbox_root}, policy={"max_context_tokens": 224})
+    config = configuration(
+        nats_url,
+        run_name,
+        sandbox={"root": sandbox_root},
+        policy={"max_context_tokens": 224},
+        rollout={"inline_state_bytes": 0},  # so that the verifier reads every state from the object store
+    )
     one = lease(config, 0, TASKS[0])
     endings = {
         0: lambda ask: [RENDERER.token_id("<|tool|>"), END],  # never an action
@@ -101,6 +109,7 @@ async def test_every_ending_has_its_code_and_its_cost(nats_url: str, run_name: s
     assert (finished.termination, finished.invalid_actions) == (Termination.AGENT_FINISH, 0)
     reset = {t.state_before for t in turns if t.turn == 0}
     assert len(reset) == 1  # every sibling starts from the same state
+    assert all(e.terminal_state and e.terminal_state.inline is None for e in episodes.values())
     states = {slot: e.terminal_state.state_hash for slot, e in episodes.items() if e.terminal_state}
     assert states[0] == states[2] == next(iter(reset))  # an invalid action has no side effect
     assert states[3] != states[0]
@@ -135,7 +144,11 @@ async def test_a_turn_that_an_engine_does_not_deliver_is_issued_to_another(
     assert "infra_aborts" not in counters
 
 
-async def test_an_engine_that_fails_loses_its_turns_at_once(nats_url: str, run_name: str, sandbox_root: str) -> None:
+@pytest.mark.parametrize("silently", [False, True])
+async def test_an_engine_that_fails_loses_its_turns_at_once(
+    nats_url: str, run_name: str, sandbox_root: str, monkeypatch: pytest.MonkeyPatch, silently: bool
+) -> None:
+    monkeypatch.setattr(fleet, "STALE_S", 2.5)
     config = configuration(nats_url, run_name, sandbox={"root": sandbox_root}, rollout={"generate_timeout_s": 60.0})
     dying = ScriptedEngine("e0", lambda ask: None)
     other = ScriptedEngine("e1", lambda ask: say("finish"), phase="applying")
@@ -147,8 +160,10 @@ async def test_an_engine_that_fails_loses_its_turns_at_once(nats_url: str, run_n
 
         await eventually("four turns at the only engine that serves", all_asked)
         assert not other.asked  # an engine in transition is avoided
-        dying.phase, other.phase = "failed", "serving"
-        await dying.announce()
+        other.phase, dying.mute = "serving", silently
+        if not silently:
+            dying.phase = "failed"
+            await dying.announce()
         episodes = await episodes_of(context.bus, 4, 10.0)
         assert context.health.counters["turns_reissued_engine_gone"] == 4
     assert {e.engines for e in episodes} == {("e1",)}

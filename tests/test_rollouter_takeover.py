@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from rollouter import service as rollouter_service
 from rollouter.journal import past_attempts
 from schemas.table import Role, Stream
@@ -90,6 +92,7 @@ async def only_these_sandboxes_live(counters: dict[str, float], count: int) -> N
     await eventually(f"{count} living sandboxes", so)
 
 
+@pytest.mark.slow
 async def test_another_rollouter_finishes_what_a_killed_one_began(
     nats_url: str, run_name: str, sandbox_root: str, tmp_path: Path
 ) -> None:
@@ -182,6 +185,7 @@ async def test_an_attempt_whose_name_is_taken_goes_on_under_the_next(nats_url: s
     assert past.next_attempt == {0: 2, 1: 1}
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_killed_costs_no_turn(nats_process: NatsServer, run_name: str, sandbox_root: str) -> None:
     config = configuration(nats_process.url, run_name, sandbox={"root": sandbox_root})
     leases = [lease(config, n, TASKS[n]) for n in range(3)]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from services.sandbox.command import CommandResult, Limits, Outcome
 from services.sandbox.executor import Executor, ExecutorConfig
 from services.sandbox.host import HostConfig
-from services.sandbox.journal import Ended, Journal, JournalError, Opened, Ran
+from services.sandbox.journal import Ended, Journal, JournalError, Opened, Ran, Record
 from services.sandbox.lane_rules import Lane, LaneSpec
 from services.sandbox.lanes import LaneBusy
 from services.sandbox.mounts import mounts_under
@@ -233,6 +233,19 @@ async def test_idle_sandboxes_are_removed(root: str) -> None:
             await executor.run("idle", "c", "true")
 
 
+async def test_stopping_ends_what_runs(root: str) -> None:
+    word = token()
+    async with started(root) as executor:
+        await executor.reset("s", {})
+        running = asyncio.create_task(executor.run("s", "c", f"sleep 60; : {word}", timeout_s=60))
+        waiting = asyncio.create_task(executor.run("s", "d", "true"))
+        await asyncio.to_thread(wait_until, lambda: bool(processes_naming(word)), "the command runs")
+    assert processes_naming(word) == []
+    assert (await running).outcome is Outcome.CANCELLED
+    with pytest.raises(SandboxLost, match="the executor stopped"):
+        await waiting
+
+
 async def test_results_survive_an_orderly_restart(root: str) -> None:
     async with started(root) as executor:
         await executor.reset("s", FILES)
@@ -293,7 +306,7 @@ async def test_a_killed_executor_leaves_nothing_and_its_results_stand(root: str)
         assert (await executor.reset("t", {"a.txt": b"one"})).state_hash == hash_files({"a.txt": b"one"})
 
 
-RECORDS = [
+RECORDS: list[Record] = [
     Opened(request="r", state_hash="h"),
     *(
         Ran(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.sandbox.box import Box
@@ -128,6 +131,53 @@ def test_a_root_in_a_closed_folder_and_a_strict_umask_work(tmp_path: Path) -> No
         assert not os.path.exists(host.live)
     finally:
         os.umask(before)
+
+
+UNPRIVILEGED = """
+import sys
+from services.sandbox.box import Box
+from services.sandbox.command import Limits
+from services.sandbox.host import Host, HostConfig
+
+root, word = sys.argv[1:]
+host = Host.open(HostConfig(root=root))
+box = Box(host, "b", 0, Limits(processes=20))
+box.open()
+box.fill({"d/a": b"1"})
+def run(command, timeout_s):
+    return box.run("c", command, timeout_s=timeout_s, limits=Limits(processes=20), cpus=())
+print(run("cat d/a; id -u; echo x > d/b; cat d/b; touch /usr/x 2>/dev/null || echo no", 10).stdout.split())
+print(run(f"setsid sh -c 'sleep 60; : {word}' & for i in $(seq 40); do sleep 60 & done; sleep 60", 1).outcome.value)
+box.close()
+host.close()
+print(len(host.isolation.missing))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without privileges")
+def test_without_any_privilege_it_still_isolates_and_ends() -> None:
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        pytest.skip("setpriv is not installed")
+    nobody = [setpriv, "--reuid", "65534", "--regid", "65534", "--clear-groups", "/usr/bin/python3"]
+    repository = Path(__file__).parents[1]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{repository}:{Path(msgspec.__file__).parents[1]}"}
+
+    def run_as_nobody(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*nobody, *arguments], env=environment, capture_output=True, text=True, timeout=40, check=False, cwd="/"
+        )
+
+    trial = run_as_nobody("-c", "import msgspec, services.sandbox.host")
+    if trial.returncode != 0:
+        pytest.skip(f"the system's Python cannot import this project as another user: {trial.stderr[-200:]}")
+    with sandbox_root() as root:
+        os.chown(root, 65534, 65534)
+        word = token()
+        done = run_as_nobody("-c", UNPRIVILEGED, root, word)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == ["[b'11000', b'x', b'no']", "timed_out", "5"]
+        assert processes_naming(word) == []
 
 
 def test_a_group_of_an_earlier_life_that_is_gone_is_no_error() -> None:

@@ -77,11 +77,13 @@ async def test_a_killed_child_is_started_again_and_its_workers_are_swept(tmp_pat
 async def test_a_child_that_never_works_stops_everything_with_the_end_of_its_log(tmp_path: Path) -> None:
     bad = child(tmp_path, "bad", "import sys; sys.exit('policy.model: no such folder')")
     good = child(tmp_path, "good", TELLS_WHEN_ENDED, stage=1)
-    supervisor = Supervisor([bad, good], lambda _: None, QUICK)
+    said: list[str] = []
+    supervisor = Supervisor([bad, good], said.append, QUICK)
     begun = time.monotonic()
     with pytest.raises(GaveUp, match=r"(?s)bad failed 4 times in a row \(exit code 1\).*policy.model: no such folder"):
         await supervisor.run(asyncio.Event())
     assert time.monotonic() - begun < 20
+    assert said[0].startswith("bad ended (exit code 1: policy.model: no such folder); starting it again in 0.05 s")
     assert supervisor.pid("good") is None
 
 

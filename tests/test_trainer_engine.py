@@ -105,7 +105,7 @@ def test_log_probs_are_those_of_the_next_token_at_the_sampling_temperature(make:
 
 
 def test_gradient_comes_from_action_tokens_only(tmp_path: Path) -> None:
-    """With untied embeddings and distinct ids, only inputs before the last sampled token move, and only scored positions count."""
+    """With untied embeddings and distinct ids, only inputs before the last sampled token move."""
     model = load_causal_lm(write_tiny_model(tmp_path / "untied", tied=False), "float32", "cpu")
     scorer = TokenScorer(model, 1.0)
     ids = np.arange(10, 20, dtype=np.int32)

@@ -31,10 +31,9 @@ def launch(ranks: int, folder: Path, model_dir: Path) -> list[Any]:
     for rank in range(ranks):
         command = [sys.executable, "-W", "ignore", str(here / "trainer_rank.py"), str(model_dir)]
         command += [str(folder / f"{ranks}-{rank}.npz"), str(folder / f"state{ranks}")]
-        log = (folder / f"{ranks}-{rank}.log").open("wb")
-        processes.append(
-            subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": "0"}, stdout=log, stderr=log)
-        )
+        own = environment | {"RANK": str(rank), "LOCAL_RANK": "0"}
+        with (folder / f"{ranks}-{rank}.log").open("wb") as log:
+            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
     try:
         codes = [process.wait(150) for process in processes]
     finally:

@@ -87,7 +87,7 @@ class BatchLoop:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stopping = self._frozen = False
+        self._stopping = self._frozen = self._ended = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine-batch-loop", daemon=True)
 
@@ -102,10 +102,10 @@ class BatchLoop:
             raise EngineError(f"the batch loop did not stop within {timeout_s} s; a model step is stuck")
 
     def submit(self, sequence: Sequence) -> None:
-        self._mailbox.put(lambda: self._submit(sequence))
+        self._post(lambda: self._submit(sequence))
 
     def abort(self, request_id: str, reason: str) -> None:
-        self._mailbox.put(lambda: self._abort(request_id, reason))
+        self._post(lambda: self._abort(request_id, reason))
 
     def at_boundary(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` on the loop's thread between two steps; its result or exception comes through the future."""
@@ -117,9 +117,7 @@ class BatchLoop:
             except BaseException as error:  # handed to the caller, who owns it
                 future.set_exception(error)
 
-        self._mailbox.put(run)
-        if self._failure is not None or not self._thread.is_alive():
-            self._refuse_mail()
+        self._post(run)
         return future
 
     def freeze(self, frozen: bool) -> None:
@@ -157,7 +155,8 @@ class BatchLoop:
             except BaseException as error:  # the model is broken: say so to everyone who waits, then end
                 self._failure = error
         self.discard_all("engine stopped")
-        self._refuse_mail()
+        self._ended = True
+        self._open_late_mail()
 
     def _read_mail(self) -> None:
         idle = self._frozen or not (self.rows.active or self.waiting)
@@ -169,8 +168,13 @@ class BatchLoop:
             message()
             idle = False
 
-    def _refuse_mail(self) -> None:
-        """After the end: mail is still opened, so that nobody waits for ever; submissions come back aborted or failed."""
+    def _post(self, message: Callable[[], None]) -> None:
+        self._mailbox.put(message)
+        if self._ended:  # set before the thread's last look into the mailbox, so nothing falls between the two
+            self._open_late_mail()
+
+    def _open_late_mail(self) -> None:
+        """After the end mail is still opened, so that nobody waits for ever; submissions come back aborted or failed."""
         while True:
             try:
                 self._mailbox.get_nowait()()

@@ -99,10 +99,13 @@ class TransformersEngine:
 
             loop.submit(Sequence(request_id, prompt, sampling, session, done))
             try:
-                return _generation(await finished)
+                sequence = await finished
             except asyncio.CancelledError:
                 loop.abort(request_id, "cancelled")
                 raise
+            if sequence.error is not None:
+                self._switch.unserviceable(f"the model failed: {sequence.error}")
+            return _generation(sequence)
 
     async def abort(self, request_id: str) -> None:
         if not await self._switch.gate.abort_waiting(request_id) and self._loop is not None:

@@ -60,6 +60,7 @@ class VllmEngine:
         self._capabilities: EngineCapabilities | None = None
         self._running: dict[str, _Running] = {}
         self._ids = itertools.count()
+        self._both_logprobs = False
         self._queries = self._hits = self._generated = 0
 
     @property
@@ -84,9 +85,9 @@ class VllmEngine:
         self._llm = llm
         try:
             shapes = checkpoint_files.shapes_of(options.model)
-            held = {
-                name for names in await self._workers("headrace_prepare", [(n, list(s)) for n, s in shapes]) for name in names
-            }
+            reports = await self._workers("headrace_prepare", [(name, list(shape)) for name, shape in shapes])
+            held = {name for report in reports for name in report["names"]}
+            self._both_logprobs = options.both_logprobs and all(report["both_logprobs"] for report in reports)
             digest = await self.weight_digest()
             if options.verify_checkpoint:
                 expected = await asyncio.to_thread(_checkpoint_digest, options.model, held)
@@ -101,7 +102,7 @@ class VllmEngine:
             raise
         config = llm.vllm_config
         self._capabilities = EngineCapabilities(
-            raw_logprobs=options.both_logprobs,
+            raw_logprobs=self._both_logprobs,
             prefix_cache=options.prefix_cache,
             max_model_len=config.model_config.max_model_len,
             vocab_size=config.model_config.get_vocab_size(),
@@ -153,6 +154,8 @@ class VllmEngine:
         except self._client_error as error:
             raise RequestRefused(f"{request_id}: {error}") from error
         except self._server_error as error:
+            if llm.errored:
+                self._switch.unserviceable(f"vLLM died: {error}")
             raise EngineError(f"{request_id}: vLLM failed: {error}") from error
         finally:
             if self._running.get(request_id) is entry:
@@ -279,7 +282,7 @@ class VllmEngine:
 
     def _parameters(self, sampling: SamplingConfig) -> Any:
         greedy = is_greedy(sampling)
-        both = self._options.both_logprobs and not is_identity(sampling) and not greedy
+        both = self._both_logprobs and not is_identity(sampling) and not greedy
         return self._sampling_params(
             temperature=0.0 if greedy else sampling.temperature,
             top_p=1.0 if greedy else sampling.top_p,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool | None = None  # None: eager on CPU, graphs on GPU
     speculative: dict[str, Any] | None = None  # vLLM's `speculative_config`
     return_routed_experts: bool = False
-    seed: int = 0
+    seed: int | None = None  # of requests without one; None: drawn, so that no two engines sample alike
     cpu_threads: int = 1  # compute threads of each CPU worker
     cpu_list: str = ""  # cores of the CPU workers, one list per worker: `0-3|4-7`; empty leaves it to the kernel
     staging_dir: str = ""  # where new weights wait for the workers; empty: shared memory; several hosts need a shared folder
@@ -54,7 +55,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
         out = {
             "VLLM_LOGGING_LEVEL": self.log_level,
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_PLUGINS": "headrace",
+            "VLLM_PLUGINS": os.environ.get("VLLM_PLUGINS", "headrace"),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONWARNINGS": "ignore",  # of vLLM's processes
             "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -94,7 +95,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
             "enable_prefix_caching": self.prefix_cache,
             "enable_chunked_prefill": self.chunked_prefill,
             "enforce_eager": cpu if self.enforce_eager is None else self.enforce_eager,
-            "seed": self.seed,
+            "seed": secrets.randbits(31) if self.seed is None else self.seed,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",

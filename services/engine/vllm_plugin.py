@@ -6,8 +6,10 @@ extension class, so that it also works where the package is not installed. Besid
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,13 @@ def _keep_plain_linears() -> None:
 
 
 def _return_both_logprobs() -> None:
+    _patch_first_runner()
+    if find_spec("triton") is not None:
+        with contextlib.suppress(ImportError):  # the second runner's kernels need a Triton that has this device
+            _patch_second_runner()
+
+
+def _patch_first_runner() -> None:
     """Where one top log-probability is asked for, return the sampled token's raw one in its place.
 
     vLLM returns either raw or processed log-probabilities. With `logprobs=1` a position has two columns: the sampled token and
@@ -92,8 +101,9 @@ def _return_both_logprobs() -> None:
 def _keep_seeded_rows_on_cpu() -> None:
     """Let requests with a seed survive a prompt that is prefilled in several pieces on CPU.
 
-    vLLM turns a request's generator back after a draw that it discards, by an offset that CPU generators do not have: the engine
-    dies. Here the discarded draw stays drawn, so on CPU a seed repeats a generation only under the same split of its prompt.
+    vLLM turns a request's generator back after a draw that it discards, by an offset that CPU generators do not have: the
+    engine dies. Here the discarded draw stays drawn, so on CPU a seed repeats a generation only under the same split of its
+    prompt.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -115,23 +125,48 @@ def _keep_seeded_rows_on_cpu() -> None:
     GPUModelRunner._bookkeeping_sync = bookkeeping  # type: ignore[method-assign]
 
 
+def _patch_second_runner() -> None:
+    """The same for the sampler of vLLM's newer model runner, which transforms a copy and leaves `logits` as they were."""
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    if getattr(Sampler.__call__, "both", False):
+        return
+    call = Sampler.__call__
+
+    @functools.wraps(call)
+    def both(self: Any, logits: torch.Tensor, input_batch: Any) -> Any:
+        wanted = self.logprobs_mode == "processed_logprobs" and self.get_logprobs_dims(input_batch.idx_mapping_np) == (1, 0)
+        out = call(self, logits, input_batch)
+        if wanted and out.logprobs_tensors is not None:
+            sampled = out.sampled_token_ids.long()  # [B, 1]
+            out.logprobs_tensors.logprob_token_ids[:, 1:2] = sampled
+            out.logprobs_tensors.logprobs[:, 1:2] = compute_token_logprobs(logits, sampled)
+        return out
+
+    both.both = True  # type: ignore[attr-defined]
+    Sampler.__call__ = both  # type: ignore[method-assign]
+
+
 class WeightWorker:
     """Worker extension: called on every rank through `collective_rpc`. Names start with `headrace_` to collide with nothing."""
 
     model_runner: Any
     rank: int
 
-    def headrace_prepare(self, tensors: list[tuple[str, list[int]]]) -> list[str]:
+    def headrace_prepare(self, tensors: list[tuple[str, list[int]]]) -> dict[str, Any]:
         """Record where the checkpoint's tensors (name, shape) land, round the weights to the checkpoint's precision.
 
-        Returns the names of the tensors that the model holds.
+        Returns `names` of the tensors that this rank holds parts of, and `both_logprobs`: whether the sampler in use is ours.
         """
         model = self.model_runner.get_model()
         parameters = dict(model.named_parameters())  # a tied one appears once
         shapes = [(name, tuple(shape)) for name, shape in tensors]
         self._headrace_plan: LoadPlan = record(parameters, model.load_weights, shapes)
         round_to_checkpoint(parameters.values())
-        return self._headrace_plan.names
+        sampler = type(getattr(self.model_runner, "sampler", None))
+        both = any(getattr(getattr(sampler, method, None), "both", False) for method in ("forward", "__call__"))
+        return {"names": self._headrace_plan.names, "both_logprobs": both}
 
     def headrace_load(self, path: str, tensors: list[tuple[str, list[int], int]]) -> int:
         """Load (name, shape, byte offset) from the staged file through the model's own loader; how many tensors it took."""

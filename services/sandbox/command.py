@@ -12,6 +12,7 @@ from enum import StrEnum
 import msgspec
 
 MAX_COMMAND_BYTES = 96 * 1024  # the kernel's bound for one argument is 128 KiB
+MAX_OUTPUT_BYTES = 4 * 2**20  # of each stream, whatever the limits say: results are recorded whole
 
 
 class SandboxError(RuntimeError):

@@ -152,7 +152,8 @@ class Host:
 
     def drop_folder(self, path: str) -> None:
         """The end of a folder made by `make_folder`; one that is gone already is no error. Raises `TeardownUnconfirmed`."""
-        unmount(path)
+        if self.isolation.memory_workspace:
+            unmount(path)
         if os.path.lexists(path):
             remove_folder(path)
 

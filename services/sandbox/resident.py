@@ -12,7 +12,7 @@ import msgspec
 from services.sandbox.box import Box, state_limits
 from services.sandbox.cgroups import CgroupError
 from services.sandbox.classify import lane_of
-from services.sandbox.command import CommandRefused, CommandResult, Limits, Outcome, SandboxError, SetupFailed
+from services.sandbox.command import MAX_OUTPUT_BYTES, CommandRefused, CommandResult, Limits, Outcome, SandboxError, SetupFailed
 from services.sandbox.errands import Errands
 from services.sandbox.host import Host
 from services.sandbox.journal import Ended, Journal, JournalError, Opened, Ran, digest_of
@@ -143,7 +143,12 @@ class Resident:
     async def _run(
         self, command_id: str, command: str, request: str, *, timeout_s: float, limits: Limits, lane: Lane
     ) -> CommandResult:
-        fixed = msgspec.structs.replace(limits, disk_bytes=self._box.limits.disk_bytes, max_files=self._box.limits.max_files)
+        fixed = msgspec.structs.replace(
+            limits,
+            disk_bytes=self._box.limits.disk_bytes,
+            max_files=self._box.limits.max_files,
+            output_bytes=min(limits.output_bytes, MAX_OUTPUT_BYTES),
+        )
         loop = asyncio.get_running_loop()
 
         def work(permit: Permit) -> CommandResult:
