@@ -1,8 +1,11 @@
 """What the terminal example learns: several seeds, each against a frozen policy and against rewards shuffled within groups.
 
-`python -m loadtests.example_results --seeds 0 1 2 --out docs/results`. Steps and every other setting come from the example's own
-`run.toml` and are fixed beforehand. Each condition is a whole `headrace up`; held-out success is measured at step 0 and at the last
-step on both splits. Writes one JSON file per run, `summary.json` and `learning.png`. Runs that are there already are not repeated.
+`python -m loadtests.example_results --seeds 0 1 2 --out docs/results`. Steps and every other setting come from the
+example's own
+`run.toml` and are fixed beforehand. Each condition is a whole `headrace up`; held-out success is measured at step 0
+and at the last
+step on both splits. Writes one JSON file per run, `summary.json` and `learning.png`. Runs that are there already are
+not repeated.
 """
 
 from __future__ import annotations
@@ -126,7 +129,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--folder", type=Path, default=Path("runs/results"))
-    parser.add_argument("--set", action="append", default=[], dest="extra", help="override for every run, e.g. engine.kind=vllm")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="extra", help="override for every run, e.g. engine.kind=vllm"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     runs: dict[tuple[str, int], dict[str, Any]] = {}
@@ -143,7 +148,10 @@ def main() -> None:
         print(f"{split}: frozen {np.mean(table['frozen']['rates']):.3f}", end="")
         for condition in ("trained", "shuffled"):
             row = table[condition]
-            print(f"; {condition} {np.mean(row['rates']):.3f}, gain {row['gain']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]", end="")
+            print(
+                f"; {condition} {np.mean(row['rates']):.3f}, gain {row['gain']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
+                end="",
+            )
         print(f"; at least {table['attempts_per_point']} attempts per point")
 
 

@@ -30,10 +30,13 @@ _GONE_AFTER_S = 15.0
 async def serve(context: ServiceContext) -> None:
     """One run's synchronizer.
 
-    Consumes: `train.step.<s>` and the engines' heartbeats. Produces: `policy.staged.<v>` and `policy.anchor.<v>` (once each, after
-    the digest was reproduced here), `policy.apply.<engine>`, `policy.active`. Waits for: nothing without a deadline; an engine that
+    Consumes: `train.step.<s>` and the engines' heartbeats. Produces: `policy.staged.<v>` and `policy.anchor.<v>`
+    (once each, after
+    the digest was reproduced here), `policy.apply.<engine>`, `policy.active`. Waits for: nothing without a deadline;
+    an engine that
     misses its own is named and passed over. On error: a patch that does not give the announced digest stops the service, since
-    nothing may be published from it. On stop: the roll stays where it is; whoever starts next continues from the engines' states.
+    nothing may be published from it. On stop: the roll stays where it is; whoever starts next continues from the
+    engines' states.
     """
     synchronizer = Synchronizer(context)
     await synchronizer.restore()
@@ -67,7 +70,8 @@ class Synchronizer:
     # -- the chain -----------------------------------------------------------------------------------------------------------
 
     async def restore(self) -> None:
-        """Fold what was published before; publish the anchor of version 0 if nothing was. Ends with a verified copy of the newest."""
+        """Fold what was published before; publish the anchor of version 0 if nothing was. Ends with a verified copy
+        of the newest."""
         for item in await read_all(self._bus, Stream.POLICY, "policy.staged.*", "policy.anchor.*"):
             self._add(item.decode(WeightsManifest))
         if not self._manifests:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 MAX_ARRAY_BYTES = 64 * 2**20
 MAX_DIMENSIONS = 4
 _DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(name).newbyteorder("<") for name in ("int8", "uint8", "int16", "uint16", "int32", "int64", "float32", "float64", "bool")
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("int8", "uint8", "int16", "uint16", "int32", "int64", "float32", "float64", "bool")
 }
 
 

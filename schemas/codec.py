@@ -1,6 +1,7 @@
 """The wire codec: msgpack, zstd above a threshold, every size checked before memory is reserved.
 
-Layout: `b"HR"`, codec version (1 byte), flags (1 byte: 1 = zstd), payload length before compression (u32 little-endian), payload.
+Layout: `b"HR"`, codec version (1 byte), flags (1 byte: 1 = zstd), payload length before
+compression (u32 little-endian), payload.
 The digest of an item is the SHA-256 of exactly these bytes; it travels in a header and in every reference to the item.
 """
 
@@ -86,7 +87,9 @@ def encode(message: Message) -> bytes:
         if len(packed) < len(body):
             flags, payload = _ZSTD, packed
     if len(body) > MAX_DECODED_BYTES or len(payload) + _HEADER.size > MAX_WIRE_BYTES:
-        raise CodecError(f"{type(message).__name__} of {len(payload)} bytes exceeds {MAX_WIRE_BYTES}; send its body by reference")
+        raise CodecError(
+            f"{type(message).__name__} of {len(payload)} bytes exceeds {MAX_WIRE_BYTES}; send its body by reference"
+        )
     return _HEADER.pack(_MAGIC, CODEC_VERSION, flags, len(body)) + payload
 
 

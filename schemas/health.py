@@ -1,4 +1,5 @@
-"""What a service says about itself: lifecycle, what it waits for, counters. Producer: every service (`reg.service.<name>.<id>`)."""
+"""What a service says about itself: lifecycle, what it waits for, counters. Producer: every service
+(`reg.service.<name>.<id>`)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     pid: int
     phase: Lifecycle
     waits: tuple[Wait, ...] = ()
-    counters: dict[str, float] = {}
+    counters: dict[str, float] = {}  # noqa: RUF012 (msgspec copies it)
     loop_lag_s: float = 0.0
     started_ns: int = 0
     at_ns: int = 0

@@ -1,6 +1,7 @@
 """Group leases: what binds all siblings of one group.
 
-Producer: sampler (`task.lease.<ordinal>`, once). Consumer: one rollouter at a time. The bank and admission read it for conservation.
+Producer: sampler (`task.lease.<ordinal>`, once). Consumer: one rollouter at a time. The bank and admission read it
+for conservation.
 """
 
 from __future__ import annotations

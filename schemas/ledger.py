@@ -1,6 +1,7 @@
 """Every closing decision, with the inputs that it was made from.
 
-Producer: admission alone, each append fenced by the stream's expected last sequence. Consumers: trainer, sampler, replay, audit.
+Producer: admission alone, each append fenced by the stream's expected last sequence. Consumers: trainer, sampler,
+replay, audit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Policy versions: what each one is, how to get there, and which engine serves which.
 
-`policy.staged.<v>` and `policy.anchor.<v>` come from param_sync, `policy.apply.<engine>` are its orders, `policy.engine.<engine>`
+`policy.staged.<v>` and `policy.anchor.<v>` come from param_sync, `policy.apply.<engine>` are its orders,
+`policy.engine.<engine>`
 the engines' confirmed changes, `policy.active` the fleet's version vector.
 """
 

@@ -194,15 +194,27 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
     ConsumerSpec(
         name="verifier", stream=Stream.EPISODES, filter="episode.*.*", role=R.VERIFIER, ack_wait_s=60.0, max_ack_pending=256
     ),
-    ConsumerSpec(name="engine-{x}", stream=Stream.GEN, filter="gen.req.{x}", role=R.ENGINE, ack_wait_s=30.0, max_ack_pending=4096),
+    ConsumerSpec(
+        name="engine-{x}", stream=Stream.GEN, filter="gen.req.{x}", role=R.ENGINE, ack_wait_s=30.0, max_ack_pending=4096
+    ),
     ConsumerSpec(
         name="genout-{x}", stream=Stream.GEN, filter="gen.out.{x}", role=R.ROLLOUTER, ack_wait_s=30.0, max_ack_pending=4096
     ),
     ConsumerSpec(
-        name="sbxany-{lane}", stream=Stream.SBX, filter="sbx.req.{lane}.any", role=R.SANDBOX, ack_wait_s=30.0, max_ack_pending=1024
+        name="sbxany-{lane}",
+        stream=Stream.SBX,
+        filter="sbx.req.{lane}.any",
+        role=R.SANDBOX,
+        ack_wait_s=30.0,
+        max_ack_pending=1024,
     ),
     ConsumerSpec(
-        name="sbx-{x}-{lane}", stream=Stream.SBX, filter="sbx.req.{lane}.{x}", role=R.SANDBOX, ack_wait_s=30.0, max_ack_pending=1024
+        name="sbx-{x}-{lane}",
+        stream=Stream.SBX,
+        filter="sbx.req.{lane}.{x}",
+        role=R.SANDBOX,
+        ack_wait_s=30.0,
+        max_ack_pending=1024,
     ),
     ConsumerSpec(
         name="sbxout-{x}", stream=Stream.SBX, filter="sbx.out.{x}", role=R.ROLLOUTER, ack_wait_s=30.0, max_ack_pending=4096

@@ -1,6 +1,7 @@
 """The journal and the sealed trajectory: every sampled token with its policy version and its behaviour log-probability.
 
-Producer: rollouter (`turn.<group>.<slot>.<attempt>.<k>`, `episode.<group>.<slot>`). Consumers: bank, verifier, trainer, explain.
+Producer: rollouter (`turn.<group>.<slot>.<attempt>.<k>`, `episode.<group>.<slot>`). Consumers: bank, verifier,
+trainer, explain.
 Nothing here is ever re-tokenized; the trainer's row is exactly `episode.ids`.
 """
 
@@ -160,7 +161,7 @@ class Verdict(Message, frozen=True, kw_only=True, tag="verdict"):
     status: Literal["graded", "censored", "verifier_error", "tampered"]
     success: bool | None = None
     reward: float | None = None  # None exactly when the episode has no reward
-    components: dict[str, float] = {}
+    components: dict[str, float] = {}  # noqa: RUF012 (msgspec copies it)
     violations: tuple[str, ...] = ()
     state_hash: str = ""
     detail: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass
 
@@ -57,7 +58,8 @@ async def put(bus: Bus, name: str, data: bytes) -> ObjectRef:
 
 
 async def _store_chunks(bus: Bus, bucket: str, pieces: list[bytes]) -> str:
-    """Store the pieces under one fresh identity, acknowledgements overlapping. Readers take chunks in the store's order, so when a
+    """Store the pieces under one fresh identity, acknowledgements overlapping. Readers take chunks in the store's
+    order, so when a
     retry made them land out of order, they are stored again under another identity."""
     for _ in range(5):
         identity = NUID().next().decode()
@@ -68,7 +70,7 @@ async def _store_chunks(bus: Bus, bucket: str, pieces: list[bytes]) -> str:
                 return await bus.store(subject, piece, {})
 
         sequences = await asyncio.gather(*(send(piece) for piece in pieces))
-        if all(a < b for a, b in zip(sequences, sequences[1:], strict=False)):
+        if all(a < b for a, b in itertools.pairwise(sequences)):
             return identity
     raise BusError("object chunks kept landing out of order")
 
@@ -88,7 +90,9 @@ async def get(bus: Bus, reference: ObjectRef, *, timeout_s: float = 60.0) -> byt
         raise IntegrityError(f"object {reference.name}: not readable within {timeout_s:.0f} s") from error
     actual = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
     if actual != reference.digest:
-        raise IntegrityError(f"object {reference.name}: its bytes hash to {actual[:12]}, the reference says {reference.digest[:12]}")
+        raise IntegrityError(
+            f"object {reference.name}: its bytes hash to {actual[:12]}, the reference says {reference.digest[:12]}"
+        )
     return data
 
 

@@ -1,4 +1,5 @@
-"""The configuration: one typed tree, TOML in, resolved TOML out; every field documented, an unknown key refused with the nearest."""
+"""The configuration: one typed tree, TOML in, resolved TOML out; every field documented, an unknown key refused with
+the nearest."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class _Section(BaseModel):
 class Run(_Section):
     """Which run this is and how long it goes."""
 
-    name: str = Field("main", pattern=r"^[a-z0-9][a-z0-9-]{0,11}$", description="Run name; part of every subject and of the run folder")
+    name: str = Field(
+        "main", pattern=r"^[a-z0-9][a-z0-9-]{0,11}$", description="Run name; part of every subject and of the run folder"
+    )
     folder: str = Field("runs", description="Where run folders are made")
     seed: int = Field(0, ge=0, description="Seed of task order, sampling and initialisation")
     max_steps: int = Field(0, ge=0, description="Batches to train on; 0: until stopped")
@@ -45,7 +48,9 @@ class Nats(_Section):
 class Policy(_Section):
     """The model that is trained."""
 
-    model: str = Field("examples/terminal/model", description="Folder with config.json, safetensors, tokenizer.json, chat template")
+    model: str = Field(
+        "examples/terminal/model", description="Folder with config.json, safetensors, tokenizer.json, chat template"
+    )
     max_context_tokens: int = Field(512, ge=16, description="Tokens of one trajectory, prompt included")
 
 
@@ -72,10 +77,16 @@ class Rollout(_Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1: off")
     top_k: int = Field(0, ge=0, description="Top-k sampling; 0: off")
     slot_retries: int = Field(2, ge=0, description="Times that a slot is retried after an infrastructure abort")
-    generate_timeout_s: float = Field(120.0, gt=0, description="Wait for one turn's tokens before it is issued to another engine")
-    sandbox_timeout_s: float = Field(120.0, gt=0, description="Wait for one sandbox result before the episode is an infrastructure abort")
+    generate_timeout_s: float = Field(
+        120.0, gt=0, description="Wait for one turn's tokens before it is issued to another engine"
+    )
+    sandbox_timeout_s: float = Field(
+        120.0, gt=0, description="Wait for one sandbox result before the episode is an infrastructure abort"
+    )
     observation_chars: int = Field(160, ge=16, description="Characters of a command's output that the agent sees")
-    inline_state_bytes: int = Field(512 * 1024, ge=0, description="Terminal states up to this size travel inline, larger by reference")
+    inline_state_bytes: int = Field(
+        512 * 1024, ge=0, description="Terminal states up to this size travel inline, larger by reference"
+    )
 
 
 class Engine(_Section):
@@ -84,11 +95,15 @@ class Engine(_Section):
     kind: Literal["auto", "vllm", "transformers", "simulated"] = Field("auto", description="auto: vllm where it is installed")
     names: tuple[str, ...] = Field(("e0", "e1"), min_length=1, description="One engine service per name")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where engines run")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto: float32 on CPU, bfloat16 on GPU")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Compute type; auto: float32 on CPU, bfloat16 on GPU"
+    )
     max_running: int = Field(64, ge=1, description="Generations that one engine runs at a time")
     cpu_threads: int = Field(1, ge=1, description="Compute threads of one engine on CPU")
     cpu_list: str = Field("", description="Cores of the engines, by engine, separated by `;`, e.g. `0;1`; empty: not pinned")
-    vllm: dict[str, Any] = Field(default_factory=dict, description="Passed through to vLLM: tensor_parallel_size, kv_cache_dtype, …")
+    vllm: dict[str, Any] = Field(
+        default_factory=dict, description="Passed through to vLLM: tensor_parallel_size, kv_cache_dtype, …"
+    )
 
 
 class Sandbox(_Section):
@@ -118,7 +133,9 @@ class Admission(_Section):
     """Which ready groups make a batch."""
 
     groups_per_batch: int = Field(8, ge=1, description="Groups per batch")
-    max_lag: int = Field(2, ge=0, description="K: largest (version about to be updated) - (oldest sampled version); 0 is synchronous")
+    max_lag: int = Field(
+        2, ge=0, description="K: largest (version about to be updated) - (oldest sampled version); 0 is synchronous"
+    )
     versions: Literal["mixed", "homogeneous"] = Field("mixed", description="May one group span several policy versions?")
     zero_variance: Literal["keep", "skip"] = Field("keep", description="What to do with groups whose rewards are all equal")
     min_rewards: int = Field(2, ge=1, description="Rewarded siblings that a group needs")
@@ -129,7 +146,9 @@ class Trainer(_Section):
 
     ranks: int = Field(1, ge=1, description="Data-parallel ranks started on this machine")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the trainer runs")
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Forward and backward type; weights are bf16")
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Forward and backward type; weights are bf16"
+    )
     zero_stage: int = Field(1, ge=0, le=3, description="DeepSpeed ZeRO stage")
     threads: int = Field(1, ge=1, description="Compute threads of one rank on CPU")
     learning_rate: float = Field(1e-4, ge=0, description="Adam learning rate; 0 freezes the policy")
@@ -166,7 +185,9 @@ class Trainer(_Section):
 class ParamSync(_Section):
     """Publication of weights."""
 
-    mode: Literal["finish_old", "continue_keep", "continue_recompute"] = Field("continue_keep", description="In-flight generations")
+    mode: Literal["finish_old", "continue_keep", "continue_recompute"] = Field(
+        "continue_keep", description="In-flight generations"
+    )
     max_unavailable: int = Field(1, ge=1, description="Engines that may leave service at a time")
     anchor_every: int = Field(20, ge=1, description="Versions between full snapshots")
     apply_timeout_s: float = Field(120.0, gt=0, description="Bound on one engine's change before it is named and passed over")

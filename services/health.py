@@ -1,4 +1,5 @@
-"""What a service says of itself: lifecycle, open waits with their culprits, counters, event-loop lag; as heartbeat, log and HTTP."""
+"""What a service says of itself: lifecycle, open waits with their culprits, counters, event-loop lag; as heartbeat,
+log and HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Create the run's streams on the server, or verify that what is there equals the table; a difference is an error with a diff."""
+"""Create the run's streams on the server, or verify that what is there equals the table; a difference is an error
+with a diff."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ async def provision(bus: Bus, store_bytes: int, replicas: int = 1) -> None:
 async def _check_server(bus: Bus) -> None:
     if bus.client.max_payload < _MAX_MESSAGE_BYTES - 4096:
         raise BusError(
-            f"nats-server max_payload is {bus.client.max_payload} bytes; headrace needs max_payload: 8MB in the server configuration"
+            f"nats-server max_payload is {bus.client.max_payload} bytes; "
+            "headrace needs max_payload: 8MB in the server configuration"
         )
 
 

@@ -1,4 +1,5 @@
-"""OpenTelemetry spans that follow a group from lease to gradient: W3C context in message headers, spans to OTLP or to a file."""
+"""OpenTelemetry spans that follow a group from lease to gradient: W3C context in message headers, spans to OTLP or
+to a file."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span, SpanKind
-
 
 
 class _FileExporter(SpanExporter):
@@ -36,7 +36,9 @@ def start_tracing(service: str, instance: str, *, otlp_endpoint: str, file: Path
     """Install a provider when a destination is configured; otherwise spans cost next to nothing and only carry context."""
     if not otlp_endpoint and file is None:
         return None
-    provider = TracerProvider(resource=Resource.create({"service.name": f"headrace.{service}", "service.instance.id": instance}))
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": f"headrace.{service}", "service.instance.id": instance})
+    )
     if file is not None:
         provider.add_span_processor(BatchSpanProcessor(_FileExporter(file)))
     if otlp_endpoint:

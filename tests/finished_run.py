@@ -30,7 +30,13 @@ def run_up(folder: Path, config: str, overrides: Sequence[str], timeout_s: float
     for override in [f"run.folder={folder}", *overrides]:
         command += ["--set", override]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
     )
 
 

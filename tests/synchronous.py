@@ -36,7 +36,9 @@ def token_logprobs(model: torch.nn.Module, ids: npt.NDArray[np.int32]) -> torch.
 class SynchronousTrainer:
     """AdamW on float32 masters; forward on their bfloat16 rounding. RLOO, PPO-clip on behaviour log-probs, episode sum."""
 
-    def __init__(self, model_dir: str, start: Snapshot, *, rate: float, clip: float, betas: tuple[float, float], max_norm: float) -> None:
+    def __init__(
+        self, model_dir: str, start: Snapshot, *, rate: float, clip: float, betas: tuple[float, float], max_norm: float
+    ) -> None:
         self.model = model_at(model_dir, start)
         self.names = list(start.tensors)
         parameters = dict(self.model.named_parameters())

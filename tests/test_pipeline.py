@@ -75,7 +75,8 @@ async def _batches(bus: Bus) -> dict[int, BatchEntry]:
 
 @pytest.mark.timeout(600)
 async def test_conservation_and_exactly_once(run: FinishedRun) -> None:
-    """Invariants 3 and 4: every leased group has one fate, and every committed group stands in one step and one ledger entry."""
+    """Invariants 3 and 4: every leased group has one fate, and every committed group stands in one step and one
+    ledger entry."""
     async with run.bus() as bus:
         leased = {item.decode(GroupLease).group for item in await read_all(bus, Stream.TASKS)}
         batches = await _batches(bus)
@@ -117,7 +118,9 @@ async def test_rows_are_the_sampled_tokens(run: FinishedRun) -> None:
         journal = sorted(turns[episode.group, episode.slot, episode.attempt], key=lambda turn: turn.turn)
         assert len(journal) == episode.turns
         ids = np.concatenate([part for t in journal for part in (t.prompt_ids.numpy(), t.sampled_ids.numpy())])
-        mask = np.concatenate([part for t in journal for part in (np.zeros(t.prompt_ids.shape[0]), np.ones(t.sampled_ids.shape[0]))])
+        mask = np.concatenate(
+            [part for t in journal for part in (np.zeros(t.prompt_ids.shape[0]), np.ones(t.sampled_ids.shape[0]))]
+        )
         np.testing.assert_array_equal(episode.ids.numpy()[: len(ids)], ids)
         np.testing.assert_array_equal(episode.mask.numpy()[: len(ids)], mask.astype(bool))
         assert not episode.mask.numpy()[len(ids) :].any()

@@ -18,7 +18,6 @@ from services.nats_server import free_port
 log = structlog.get_logger()
 
 
-
 def rank_of(config: Config) -> tuple[int, int]:
     """(rank, ranks) as the launcher says, or rank 0 of the configured number."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", str(config.trainer.ranks)))
@@ -35,7 +34,9 @@ class Followers:
         if "RANK" in os.environ or self._config.trainer.ranks == 1:
             return self
         ranks = self._config.trainer.ranks
-        os.environ.update(WORLD_SIZE=str(ranks), RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        os.environ.update(
+            WORLD_SIZE=str(ranks), RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+        )
         folder = Path(tempfile.mkdtemp(prefix="headrace-ranks-"))
         path = folder / "config.toml"
         path.write_text(to_toml(self._config), encoding="utf-8")
@@ -57,7 +58,9 @@ class Followers:
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None and not told:
                     log.error("a rank ended", rank=rank, exit_code=process.returncode)
-                    os._exit(1)  # a collective that waits for the dead rank cannot be interrupted; the supervisor restarts us whole
+                    os._exit(
+                        1
+                    )  # a collective that waits for the dead rank cannot be interrupted; the supervisor restarts us whole
             await asyncio.sleep(0.5)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -83,7 +83,8 @@ class Learner:
         self.snapshot = self._take(record.version, record.incarnation)
         if self.snapshot.digest != record.digest:
             raise checkpoint.CheckpointError(
-                f"{found.checkpoint.path}: its weights have digest {self.snapshot.digest[:12]}, its record says {record.digest[:12]}"
+                f"{found.checkpoint.path}: its weights have digest {self.snapshot.digest[:12]}, "
+                f"its record says {record.digest[:12]}"
             )
         log.info("checkpoint restored", step=record.step, version=record.version, digest=record.digest[:12])
         return self._step

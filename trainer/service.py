@@ -35,9 +35,12 @@ class Diverged(BusError):
 async def serve(context: ServiceContext) -> None:
     """One trainer; with several ranks, rank 0 speaks on the bus and the others follow the same ledger.
 
-    Consumes: `ledger.batch.<s>` and the groups that it names. Produces: `train.demand.<s>`, then, after the checkpoint or with the
-    ledger as log between checkpoints, the patch and `train.step.<s>`. Waits for: version 0 to be published, then for each batch; both
-    are named in the status. On error: a rank that dies ends the service, and it restarts as a whole from the last checkpoint. On
+    Consumes: `ledger.batch.<s>` and the groups that it names. Produces: `train.demand.<s>`, then, after the
+    checkpoint or with the
+    ledger as log between checkpoints, the patch and `train.step.<s>`. Waits for: version 0 to be published, then for
+    each batch; both
+    are named in the status. On error: a rank that dies ends the service, and it restarts as a whole from the last
+    checkpoint. On
     stop: a step that was begun is finished and committed, then a checkpoint is written.
     """
     trainer = TrainerService(context)
@@ -92,7 +95,7 @@ class TrainerService:
         await work(learner.close)
 
     def _is_last(self, step: int) -> bool:
-        return self._config.run.evaluate_only or bool(self._config.run.max_steps) and step >= self._config.run.max_steps
+        return self._config.run.evaluate_only or (bool(self._config.run.max_steps) and step >= self._config.run.max_steps)
 
     async def _check_base(self, learner: Learner) -> None:
         """Training starts only from the very bits that were published as version 0."""
@@ -140,7 +143,12 @@ class TrainerService:
         await self._bus.publish_once(self._bus.subjects.demand(step), demand)
 
     async def _step(
-        self, learner: Learner, work: Callable[[Callable[[], Outcome]], asyncio.Future[Outcome]], item: Item, step: int, waited: float
+        self,
+        learner: Learner,
+        work: Callable[[Callable[[], Outcome]], asyncio.Future[Outcome]],
+        item: Item,
+        step: int,
+        waited: float,
     ) -> None:
         entry = item.decode(BatchEntry)
         begun = time.monotonic()
@@ -198,7 +206,8 @@ class TrainerService:
         before = held.decode(StepCommit)
         if before.digest != commit.digest:
             raise Diverged(
-                f"step {commit.step} was published as {before.digest[:12]} and came out as {commit.digest[:12]} after recovery; "
+                f"step {commit.step} was published as {before.digest[:12]} and came out as {commit.digest[:12]} "
+                "after recovery; "
                 "restart this run from its last checkpoint on the machine that made it, or begin a new run from that checkpoint"
             )
         log.info("step reproduced", step=commit.step, digest=commit.digest[:12])
@@ -214,4 +223,3 @@ def _batch_metrics(entry: BatchEntry, rewards: list[float | None]) -> dict[str, 
         "lag_mean": sum(lags) / len(lags),
         "lag_max": float(max(lags)),
     }
-

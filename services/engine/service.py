@@ -34,9 +34,11 @@ _PROOF_TIMEOUT_S = 30.0
 async def serve(context: ServiceContext) -> None:
     """One serving engine.
 
-    Consumes: `gen.req.<engine>` and `policy.apply.<engine>`. Produces: `gen.out.<requester>`, `policy.engine.<engine>` after every
+    Consumes: `gen.req.<engine>` and `policy.apply.<engine>`. Produces: `gen.out.<requester>`,
+    `policy.engine.<engine>` after every
     confirmed change, `reg.engine.<engine>` as heartbeat. Waits for: the order that names the version of its weights; until then
-    it refuses requests. On error: a request's error is its result; weights that fail verification take the engine out of service
+    it refuses requests. On error: a request's error is its result; weights that fail verification take the engine
+    out of service
     until an order from an anchor succeeds. On stop: no new requests, running generations end, then the engine is freed.
     """
     service = EngineService(context)
@@ -83,14 +85,17 @@ class EngineService:
         await self.engine.start()
         held = self.engine.weights.digest
         if held != self._base.digest:
-            raise EngineError(f"the engine holds digest {held[:12]} after loading a checkpoint of digest {self._base.digest[:12]}")
+            raise EngineError(
+                f"the engine holds digest {held[:12]} after loading a checkpoint of digest {self._base.digest[:12]}"
+            )
         log.info("engine started", build=self.engine.build, digest=held[:12])
         await self.announce()
 
     # -- generation ----------------------------------------------------------------------------------------------------------
 
     async def handle(self, item: Item) -> None:
-        """One request or abort. Every request is answered exactly once by this engine, with tokens or with the reason why not."""
+        """One request or abort. Every request is answered exactly once by this engine, with tokens or with the
+        reason why not."""
         message = decode_any(item.data)
         if isinstance(message, AbortRequest):
             await self.engine.abort(message.request_id)
@@ -219,7 +224,13 @@ class EngineService:
         self._shadow = target
         self._version, self._incarnation = order.version, order.incarnation
         self._paused_s, self._error, self.phase = receipt.closed_s, "", "serving"
-        log.info("serving", version=order.version, digest=target.digest[:12], tensors=len(changed), paused_s=round(receipt.closed_s, 4))
+        log.info(
+            "serving",
+            version=order.version,
+            digest=target.digest[:12],
+            tensors=len(changed),
+            paused_s=round(receipt.closed_s, 4),
+        )
 
     # -- what it says --------------------------------------------------------------------------------------------------------
 
