@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -79,7 +80,7 @@ class TrainerService:
                 while not stop.is_set() and not self._is_last(step):
                     begun = time.monotonic()
                     item = await self._batch(step)
-                    if not await work(lambda ready=item is not None: learner.agree(ready)) or item is None:
+                    if not await work(partial(learner.agree, item is not None)) or item is None:
                         break
                     waited = time.monotonic() - begun
                     with span("train", item.headers, step=step):
