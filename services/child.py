@@ -42,7 +42,9 @@ async def start(spec: ChildSpec) -> asyncio.subprocess.Process:
             env={**os.environ, **spec.environment},
             pass_fds=spec.inherit,
             start_new_session=True,  # a Ctrl-C on the terminal reaches the supervisor alone
-            preexec_fn=_tied_to(os.getpid()),
+            # not for one with a lifeline: the kernel sends its signal once for each of our threads that ends, and the second
+            # would be a hard stop, before the lifeline has swept the child's workers
+            preexec_fn=None if LIFELINE in spec.environment else _tied_to(os.getpid()),
         )
 
 

@@ -48,11 +48,15 @@ class SynchronousTrainer:
         self.second = [torch.zeros_like(master) for master in self.masters]
         self.rate, self.clip, self.betas, self.max_norm, self.steps = rate, clip, betas, max_norm, 0
 
-    def step(self, groups: Sequence[Sequence[tuple[Episode, float]]]) -> tuple[float, float]:
-        """One update on groups of (episode, reward); gives (loss, gradient norm before clipping)."""
-        episodes = sum(len(group) for group in groups)
+    def step(self, groups: Sequence[Sequence[tuple[Episode, float | None]]]) -> tuple[float, float]:
+        """One update on groups of (episode, reward); gives (loss, gradient norm before clipping).
+
+        A censored episode has no reward: it is in no baseline, no loss and no count.
+        """
+        graded = [[(episode, reward) for episode, reward in group if reward is not None] for group in groups]
+        episodes = sum(len(group) for group in graded)
         total = torch.zeros(())
-        for group in groups:
+        for group in graded:
             rewards = [reward for _, reward in group]
             for episode, reward in group:
                 advantage = reward - (sum(rewards) - reward) / (len(rewards) - 1)
@@ -75,7 +79,7 @@ class SynchronousTrainer:
             self.masters[index] = self.masters[index] - self.rate * mean / spread
             with torch.no_grad():
                 self.served[index].copy_(self.masters[index].to(torch.bfloat16).float())
-        return float(total), float(norm)
+        return float(total.detach()), float(norm)
 
     def weights(self) -> dict[str, npt.NDArray[np.float32]]:
         """The served weights, float32 values that bfloat16 holds exactly."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import alive
+from processes import Process
 
 DRIVER = Path(__file__).with_name("stack_driver.py")
 ROOT = DRIVER.parent.parent
@@ -57,11 +58,23 @@ class Stack:
         ]
         return found | ({"worker": int(workers[-1].split()[1])} if workers else {})
 
+    def processes(self) -> dict[str, Process]:
+        """The same as processes, to ask later whether they still live."""
+        return {name: Process.of(pid) for name, pid in self.pids().items()}
 
-def wait_until(condition: Callable[[], Any], within_s: float = 20.0) -> None:
+
+def wait_until(condition: Callable[[], Any], within_s: float = 30.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {inspect.getsource(condition).strip()}"
+        time.sleep(0.03)
+
+
+def gone(processes: dict[str, Process], within_s: float = 15.0) -> None:
+    """Fails unless every one of these ends in time, naming those that live on."""
+    deadline = time.monotonic() + within_s
+    while living := {name: process for name, process in processes.items() if process.alive()}:
+        assert time.monotonic() < deadline, f"still alive after {within_s:g} s: {living}"
         time.sleep(0.03)
 
 
@@ -89,19 +102,19 @@ def test_a_run_ends_with_its_last_evaluation_and_starting_it_again_only_prints_t
     assert (code, output.splitlines()[0]) == (0, "run demo: complete after 3 steps")
     assert time.monotonic() - begun < 15
     assert (stack.folder / "metrics.jsonl").read_bytes() == before
-    assert not [name for name, pid in stack.pids().items() if alive(pid)]
 
 
 def test_sigterm_drains_with_exit_code_0_and_the_run_goes_on_where_it_stood(stack: Stack) -> None:
     process = stack.start(6, 0.25)
     wait_until(lambda: len(stack.steps()) >= 2)
+    processes = stack.processes()
     process.send_signal(signal.SIGTERM)
     code, output = stack.end()
     assert code == 0, output
     done = len(stack.steps())
     assert 2 <= done < 6
     assert f"stopped after {done} steps" in output
-    assert not [name for name, pid in stack.pids().items() if alive(pid)]
+    gone(processes)
     stack.start(6, 0.0)
     code, output = stack.end()
     assert code == 0, output
@@ -113,23 +126,24 @@ def test_sigterm_drains_with_exit_code_0_and_the_run_goes_on_where_it_stood(stac
 def test_a_second_signal_stops_at_once_and_leaves_no_process(stack: Stack) -> None:
     process = stack.start(500, 5.0)
     wait_until(lambda: len(stack.steps()) >= 1)
+    processes = stack.processes()
     os.kill(stack.pids()["trainer-0"], signal.SIGSTOP)  # it cannot drain now
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     code, _ = stack.end(within_s=10)
     assert code == 130
-    wait_until(lambda: not [pid for pid in stack.pids().values() if alive(pid)], 10)
+    gone(processes)
 
 
 def test_a_killed_supervisor_leaves_no_process_and_its_folder_can_be_used_again(stack: Stack) -> None:
     process = stack.start(500, 0.2)
     wait_until(lambda: len(stack.steps()) >= 2)
-    pids = stack.pids()
-    assert set(pids) == {"nats-server", "trainer-0", "worker"}
+    processes = stack.processes()
+    assert set(processes) == {"nats-server", "trainer-0", "worker"}
     process.kill()
     process.communicate(timeout=10)
-    wait_until(lambda: not [pid for pid in pids.values() if alive(pid)], 15)
+    gone(processes)
     seen = len(stack.steps())
     stack.start(seen + 2, 0.0)
     code, output = stack.end()

@@ -84,7 +84,7 @@ async def served(request: pytest.FixtureRequest, model_folder: Path) -> AsyncIte
     # the simulated steps are slow enough that 60 of them outlast a glance at the engine
     own: dict[str, dict[str, Any]] = {
         "transformers": {"threads": 1},
-        "vllm": {"kv_cache_bytes": 8 * 2**20, "staging_chunk_bytes": 2**16},
+        "vllm": {"kv_cache_bytes": 8 * 2**20, "max_num_batched_tokens": 256, "staging_chunk_bytes": 2**16},
         "simulated": {"vocab_size": VOCAB, "step_s": 0.002},
     }
     engine = create_engine(kind, common | own[kind])
@@ -318,6 +318,18 @@ async def test_sixteen_at_once(served: Served) -> None:
         for i in range(0, 32, 3):
             expected = reference_logprobs(model, prompt(i, sizes[i]), outs[i].ids)
             np.testing.assert_allclose(outs[i].logprobs, expected, atol=TOLERANCE)
+
+
+async def test_long_prompts_are_prefilled_in_pieces(served: Served) -> None:
+    """Together the prompts exceed what one step may compute; seeded requests survive being cut, and come out right."""
+    sizes = [120 + 13 * (i % 8) for i in range(12)]
+    outs = await asyncio.gather(*[served.ask(prompt(200 + i, sizes[i]), max_tokens=6, seed=i) for i in range(12)])
+    model = served.reference() if served.real else None
+    for i, out in enumerate(outs):
+        check_shape(out)
+        if served.real:
+            expected = reference_logprobs(model, prompt(200 + i, sizes[i]), out.ids)
+            np.testing.assert_allclose(out.logprobs, expected, atol=TOLERANCE)
 
 
 async def test_a_conversation_reuses_its_prefix(served: Served) -> None:

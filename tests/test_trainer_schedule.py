@@ -42,9 +42,11 @@ def test_a_schedule_that_would_change_the_step_count_is_refused() -> None:
         mini_batches([1, 2], schedule(source_prompts=1, mini_batch_prompts=1, rows=3, ranks=1), 0)
 
 
-@given(st.lists(st.integers(2, 50), max_size=60), st.integers(1, 4), st.integers(50, 400))
-def test_packing_places_each_row_once_within_budget_and_in_step(lengths: list[int], ranks: int, budget: int) -> None:
-    packing = pack(lengths, ranks, budget)
+@given(st.lists(st.integers(2, 50), max_size=60), st.integers(1, 4), st.integers(50, 400), st.integers(0, 60))
+def test_packing_places_each_row_once_within_budget_and_in_step(
+    lengths: list[int], ranks: int, budget: int, overhead: int
+) -> None:
+    packing = pack(lengths, ranks, budget, overhead)
     placed = [index for parts in packing.micro_batches for part in parts for index in part]
     assert sorted(placed) == list(range(len(lengths)))
     assert len({len(parts) for parts in packing.micro_batches}) == 1
@@ -53,7 +55,23 @@ def test_packing_places_each_row_once_within_budget_and_in_step(lengths: list[in
     assert all(len(p) * max(lengths[i] for i in p) <= budget for parts in packing.micro_batches for p in parts if p)
     counts = [sum(len(part) for part in parts) for parts in packing.micro_batches]
     assert max(counts) - min(counts) <= 1
-    assert packing == pack(lengths, ranks, budget)
+    assert packing == pack(lengths, ranks, budget, overhead)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 30))
+def test_packing_cuts_where_it_costs_least(lengths: list[int], overhead: int) -> None:
+    """Against every way of cutting the sorted rows."""
+    budget = 60
+    longest_first = sorted(lengths, reverse=True)
+
+    def cheapest(rows: list[int]) -> int:
+        if not rows:
+            return 0
+        sizes = [size for size in range(1, len(rows) + 1) if size * rows[0] <= budget]
+        return min(overhead + size * rows[0] + cheapest(rows[size:]) for size in sizes)
+
+    packing = pack(lengths, 1, budget, overhead)
+    assert packing.padded_tokens + overhead * len(packing.micro_batches[0]) == cheapest(longest_first)
 
 
 def test_packing_refuses_a_row_over_the_budget_by_name() -> None:

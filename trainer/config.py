@@ -31,7 +31,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices (embeddings too); norms and biases do not decay."""
 
 
 class ObjectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -55,8 +55,12 @@ class ShardedModel:
         settings = config.optimizer
         optimizer_class = RoundedAdamW if device.compute_dtype == "float32" else torch.optim.AdamW
         trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter.ndim > 1]
+        vectors = [parameter for parameter in trained if parameter.ndim <= 1]
+        # One group where nothing decays: ZeRO flattens per group, and fewer, larger pieces are faster.
+        decayed: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}] if settings.weight_decay else trained
         optimizer = optimizer_class(
-            trained,
+            decayed,
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.epsilon,

@@ -161,7 +161,8 @@ class DeepSpeedTrainer:
         )
 
     def _pack(self, rows: Sequence[TrainRow]) -> Packing:
-        return pack([row.length for row in rows], self.ranks, self.config.micro_batch_tokens)
+        lengths = [row.length for row in rows]
+        return pack(lengths, self.ranks, self.config.micro_batch_tokens, self.device.micro_batch_overhead_tokens)
 
     def _micro_batches(self, rows: Sequence[TrainRow], packing: Packing) -> Iterator[tuple[tuple[int, ...], MicroBatch, bool]]:
         """This rank's (row indices, tensors, is it the last); an empty part runs a padding row, so that collectives line up."""

@@ -24,11 +24,12 @@ class Packing:
         return 1.0 - self.row_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
 
-def pack(lengths: Sequence[int], ranks: int, token_budget: int) -> Packing:
+def pack(lengths: Sequence[int], ranks: int, token_budget: int, overhead_tokens: int = 0) -> Packing:
     """Share rows of these lengths (tokens) out over ranks and cut each share into micro-batches.
 
-    Rows are sorted by length (ties by index) and dealt back and forth, so that ranks carry nearly equal work. A share is cut,
-    longest first, wherever `rows x longest` would pass the budget. Shorter shares get empty micro-batches at the end.
+    Rows are sorted by length (ties by index) and dealt back and forth, so that ranks carry nearly equal work. Each share is
+    then cut where it costs least: `rows x longest` within the budget for each part, plus `overhead_tokens` to start it.
+    Shares with fewer parts get empty micro-batches at the end.
     Raises `PackingError` when one row alone is over the budget, or there is no rank.
     """
     if ranks < 1:
@@ -38,23 +39,30 @@ def pack(lengths: Sequence[int], ranks: int, token_budget: int) -> Packing:
     for turn, index in enumerate(order):
         lap, seat = divmod(turn, ranks)
         shares[seat if lap % 2 == 0 else ranks - 1 - seat].append(index)
-    cut = [_cut(share, lengths, token_budget) for share in shares]
+    cut = [_cut(share, lengths, token_budget, overhead_tokens) for share in shares]
     count = max((len(parts) for parts in cut), default=0)
     even = tuple(tuple(parts) + ((),) * (count - len(parts)) for parts in cut)
     padded = sum(len(part) * lengths[part[0]] for parts in cut for part in parts)
     return Packing(even, padded, sum(lengths))
 
 
-def _cut(share: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[tuple[int, ...]]:
-    """Cut one rank's rows, longest first; the first row of a part is its longest."""
-    parts: list[list[int]] = []
+def _cut(share: Sequence[int], lengths: Sequence[int], token_budget: int, overhead_tokens: int) -> list[tuple[int, ...]]:
+    """Cut one rank's rows, longest first, into consecutive parts of least total cost; a part begins with its longest row."""
+    count = len(share)
     for index in share:
         if lengths[index] > token_budget:
             raise PackingError(
                 f"row {index}: its {lengths[index]} tokens are over micro_batch_tokens = {token_budget}; raise it"
             )
-        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= token_budget:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
-    return [tuple(part) for part in parts]
+    cost = [0] * (count + 1)  # of the rows from here to the end
+    size = [0] * count  # rows of the part that starts here
+    for start in range(count - 1, -1, -1):
+        longest = lengths[share[start]]
+        choices = range(1, min(count - start, token_budget // max(1, longest)) + 1)
+        size[start] = min(choices, key=lambda rows: (rows * longest + cost[start + rows], -rows))
+        cost[start] = overhead_tokens + size[start] * longest + cost[start + size[start]]
+    parts, start = [], 0
+    while start < count:
+        parts.append(tuple(share[start : start + size[start]]))
+        start += size[start]
+    return parts

@@ -74,7 +74,7 @@ class SftConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     betas: tuple[float, float] = (0.9, 0.95)
     """Adam's decay of the first and second moment."""
     weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices (embeddings too); norms and biases do not decay."""
     gradient_clipping: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     log_every: int = 20

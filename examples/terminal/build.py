@@ -3,7 +3,7 @@
     python -m examples.terminal.build OUTPUT_DIR [--seed 0]
 
 The tokenizer is a byte-level BPE that splits letters, digits and the rest, so that a word is the same tokens wherever it
-stands and a number is its digits. It is trained on demonstrations, so it knows no held-out sentence.
+stands. It is trained on demonstrations, so it knows no held-out sentence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPECIAL_TOKENS = (
     "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|shell|>", "<|finish|>", "<|abstain|>",
 )  # fmt: skip
 PAD_ID, END_ID = 0, 1
-VOCAB_SIZE = 896  # a multiple of 64
+VOCAB_SIZE = 832  # a multiple of 64
 HIDDEN, LAYERS, HEADS, KV_HEADS, FEED_FORWARD = 192, 4, 6, 2, 512
 HEAD = HIDDEN // HEADS
 MAX_POSITIONS = 1024
@@ -73,7 +73,7 @@ def train_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex("[A-Za-z]+|[0-9]|[^A-Za-z0-9]+"), behavior="isolated"),
+            pre_tokenizers.Split(Regex("[A-Za-z]+|[0-9]+|[^A-Za-z0-9]+"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -24,9 +24,9 @@ def _name(rng: random.Random) -> str:
     shape = rng.random()
     if shape < 0.5:
         separator = rng.choice(SEPARATORS)
-        path = f"{rng.choice(_WORDS)}{separator}{rng.randrange(100)}.{rng.choice(EXTENSIONS)}"
+        path = f"{rng.choice(_WORDS)}{separator}{rng.randrange(10)}.{rng.choice(EXTENSIONS)}"
         return f"{rng.choice(FOLDERS)}/{path}" if rng.random() < 0.7 else path
-    if shape < 0.8:
+    if shape < 0.9:
         return rng.choice(_WORDS)
     return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789") for _ in range(rng.randrange(2, 6)))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from .layouts import Layout
 from .wordings import SORT_PHRASES
-from .words import ARCHIVES, CELL_SEPARATORS, FIELDS, KEYS, ORDINALS, VALUES
+from .words import ARCHIVES, CELL_SEPARATORS, FIELDS, KEYS, NUMBERS, ORDINALS, VALUES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +125,9 @@ def json_value(layout: Layout, rng: random.Random, heldout: bool) -> Case:
     src, other = (layout.path(layout.stem(rng, taken), "json") for _ in range(2))
     keys = rng.sample(KEYS, 4)
     key, twin = rng.sample(keys, 2)
-    values = {name: rng.randrange(10, 100) for name in keys}
+    values = {name: rng.choice(NUMBERS) for name in keys}
     values[twin] = values[key]  # a bare `s/old/new/` would change this one too
-    new = rng.choice([number for number in range(10, 100) if number != values[key]])
+    new = rng.choice([number for number in NUMBERS if number != values[key]])
     before = json.dumps(values, indent=2) + "\n"
     line = next(line for line in before.splitlines() if f'"{key}"' in line)
     return Case(

@@ -21,9 +21,9 @@ class Layout:
     separator: str
 
     def stem(self, rng: random.Random, taken: set[str]) -> str:
-        """A new file stem such as `plan-42`; adds it to `taken`."""
+        """A new file stem such as `plan-4`; adds it to `taken`."""
         while True:
-            stem = f"{rng.choice(STEMS)}{self.separator}{rng.randrange(10, 100)}"
+            stem = f"{rng.choice(STEMS)}{self.separator}{rng.randrange(1, 10)}"
             if stem not in taken:
                 taken.add(stem)
                 return stem

@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import re
 
-from .words import ARCHIVES, EXTENSIONS, FIELDS, FOLDERS, KEYS, STEMS, VALUES
+from .words import ARCHIVES, EXTENSIONS, FIELDS, FOLDERS, KEYS, NUMBERS, STEMS, VALUES
 
 _FOLDER_WORDS = tuple(sorted({word for folder in FOLDERS for word in folder.split("/")}))
 _KINDS: tuple[tuple[str, ...], ...] = (
-    STEMS, VALUES, KEYS, FIELDS, ARCHIVES, EXTENSIONS, _FOLDER_WORDS, tuple("0123456789"), ("u", "r"),
+    STEMS, VALUES, KEYS, FIELDS, ARCHIVES, EXTENSIONS, _FOLDER_WORDS, tuple("123456789"), ("u", "r"),
+    tuple(str(number) for number in NUMBERS),
 )  # fmt: skip
-_TOKEN = re.compile(r"[A-Za-z]+|[0-9]")
+_TOKEN = re.compile(r"[A-Za-z]+|[0-9]+")
 _SWAPS = (
     re.compile(r"(?P<head>mv )(?P<a>\S+)(?P<mid> )(?P<b>\S+)(?P<tail>)"),
     re.compile(r"(?P<head>.*s/)(?P<a>[^/]+)(?P<mid>/)(?P<b>[^/]+)(?P<tail>/.*)"),

@@ -7,27 +7,22 @@ been met many times in many places. No word may be a part of another one, becaus
 from __future__ import annotations
 
 FOLDERS: tuple[str, ...] = (
-    "data", "docs", "notes", "logs", "conf", "src", "lib", "work", "inbox", "store", "site", "team", "data/old", "src/app",
-    "docs/new", "work/tmp",
+    "data", "docs", "notes", "logs", "conf", "src", "lib", "work", "inbox", "site", "data/raw", "src/app",
 )  # fmt: skip
-ARCHIVES: tuple[str, ...] = ("old", "done", "safe", "past", "keep", "vault")
-EXTENSIONS: tuple[str, ...] = ("txt", "md", "log", "csv", "cfg", "ini", "list", "dat")
+ARCHIVES: tuple[str, ...] = ("old", "done", "safe", "past", "vault")
+EXTENSIONS: tuple[str, ...] = ("txt", "md", "log", "csv", "cfg", "dat")
 SEPARATORS: tuple[str, ...] = ("-", "_", ".", "")
 
 STEMS: tuple[str, ...] = (
-    "report", "plan", "budget", "index", "draft", "memo", "invoice", "roster", "menu", "recipe", "letter", "agenda", "ledger",
-    "survey", "ticket", "guide", "manual", "sketch", "profile", "sample", "quote", "chart", "table", "input", "batch", "visit",
-    "route", "photo", "story", "lesson",
+    "report", "plan", "budget", "index", "draft", "memo", "roster", "menu", "recipe", "letter", "agenda", "ledger", "survey",
+    "ticket", "guide", "sketch", "profile", "sample", "chart", "story",
 )  # fmt: skip
 VALUES: tuple[str, ...] = (
-    "red", "green", "blue", "amber", "violet", "apple", "pear", "plum", "lemon", "cherry", "tiger", "otter", "eagle", "whale",
-    "horse", "iron", "silver", "copper", "marble", "cotton", "river", "ocean", "forest", "desert", "winter",
+    "red", "green", "blue", "amber", "apple", "pear", "plum", "lemon", "tiger", "otter", "eagle", "whale", "iron", "copper",
+    "river", "winter",
 )  # fmt: skip
-KEYS: tuple[str, ...] = (
-    "port", "limit", "depth", "width", "height", "speed", "retries", "delay", "weight", "level", "volume", "pages",
-)  # fmt: skip
-FIELDS: tuple[str, ...] = (
-    "owner", "author", "title", "city", "country", "email", "phone", "street", "rank", "color", "shape", "origin",
-)  # fmt: skip
+NUMBERS: tuple[int, ...] = tuple(range(10, 100, 5))
+KEYS: tuple[str, ...] = ("port", "limit", "depth", "width", "height", "speed", "delay", "volume")
+FIELDS: tuple[str, ...] = ("owner", "author", "title", "city", "country", "email", "phone", "street", "color", "shape")
 ORDINALS: tuple[str, ...] = ("first", "second", "third")
 CELL_SEPARATORS: tuple[str, ...] = (",", ";", ":", "|")

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from services.engine.checkpoint_files import digest_of
 from services.engine.protocol import CheckpointTensor, EngineUnavailable
-from services.engine.readback import bits_of, copy_bits, digest_of, round_to_checkpoint
+from services.engine.readback import bits_of, copy_bits, round_to_checkpoint
 from services.engine.slot_cache import SlotCache
 
 

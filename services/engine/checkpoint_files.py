@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from param_sync.patch.digest import Entry, state_digest, tensor_digest
 from services.engine.protocol import CheckpointTensor, EngineUnavailable
 
 MAX_HEADER_BYTES = 100 * 2**20
@@ -35,6 +36,17 @@ def tensors_of(folder: str) -> Iterator[CheckpointTensor]:
                 yield name, rounded(raw.view(np.uint32)), shape
             else:
                 raise EngineUnavailable(f"{path.name}: tensor {name} is {dtype}; served checkpoints are BF16 or F32")
+
+
+def digest_of(tensors: Iterable[CheckpointTensor]) -> str:
+    """State digest of bfloat16 tensors: the name of these weights."""
+    entries: dict[str, Entry] = {name: ("bf16", tuple(shape), tensor_digest(bits)) for name, bits, shape in tensors}
+    return state_digest(entries)
+
+
+def digest_of_folder(folder: str, names: set[str]) -> str:
+    """State digest of the named tensors of a checkpoint folder."""
+    return digest_of(tensor for tensor in tensors_of(folder) if tensor[0] in names)
 
 
 def rounded(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:

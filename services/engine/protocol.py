@@ -8,7 +8,7 @@ The service around an engine owns the bus; an engine knows nothing of it. Three 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -66,6 +66,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str = ""  # the stop token id, or why it was aborted
     cached_prompt_tokens: int = 0
     weight_digest: str = ""  # of the weights that sampled the last token
+    routed_experts: npt.NDArray[Any] | None = None  # [P + S - 1, layers, top-k] where a mixture of experts reports its choices
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from param_sync.patch.digest import Entry, state_digest, tensor_digest
-
 
 class NotRepresentable(ValueError):
     """A runtime parameter holds a value that bfloat16 cannot hold, so it is not the published weight."""
@@ -59,9 +57,3 @@ def round_to_checkpoint(parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             if parameter.dtype == torch.float32:
                 parameter.copy_(parameter.to(torch.bfloat16))
-
-
-def digest_of(tensors: Iterable[tuple[str, npt.NDArray[np.uint16], tuple[int, ...]]]) -> str:
-    """State digest of bfloat16 tensors given as (name, bits, shape)."""
-    entries: dict[str, Entry] = {name: ("bf16", tuple(shape), tensor_digest(bits)) for name, bits, shape in tensors}
-    return state_digest(entries)

@@ -43,7 +43,8 @@ def create_engine(kind: EngineKind, options: Mapping[str, Any]) -> Engine:
 
             return TransformersEngine(_options(options, TransformersOptions))
         if kind == "simulated":
-            from services.engine.simulated_engine import SimulatedEngine, SimulatedOptions
+            from services.engine.simulated_engine import SimulatedEngine
+            from services.engine.simulated_engine_options import SimulatedOptions
 
             return SimulatedEngine(_options(options, SimulatedOptions))
     except ImportError as error:

@@ -28,7 +28,6 @@ from services.engine.protocol import (
     WeightState,
     WeightUpdate,
 )
-from services.engine.readback import digest_of
 from services.engine.staging import staged, staging_file
 from services.engine.vllm_options import VllmOptions, environment
 from services.engine.vllm_results import generation_of, label_of
@@ -90,7 +89,7 @@ class VllmEngine:
             self._both_logprobs = options.both_logprobs and all(report["both_logprobs"] for report in reports)
             digest = await self.weight_digest()
             if options.verify_checkpoint:
-                expected = await asyncio.to_thread(_checkpoint_digest, options.model, held)
+                expected = await asyncio.to_thread(checkpoint_files.digest_of_folder, options.model, held)
                 if digest != expected:
                     raise EngineUnavailable(
                         f"read-back digest {digest} differs from the checkpoint's {expected}: "
@@ -119,7 +118,7 @@ class VllmEngine:
         if llm is not None:
             await llm.abort([entry.backend_id for entry in self._running.values()])
             await asyncio.sleep(0)
-            await asyncio.to_thread(llm.shutdown, self._options.stop_grace_s)
+            await asyncio.to_thread(llm.shutdown, self._options.stop_grace_s or (2.0 if self._options.one_worker else 30.0))
 
     async def generate(
         self, request_id: str, prompt_ids: npt.NDArray[np.int32], sampling: SamplingConfig, session: str = ""
@@ -303,7 +302,3 @@ class VllmEngine:
         call = self._alive().engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         replicas = await asyncio.wait_for(call, self._options.weights_timeout_s)
         return [result for ranks in replicas for result in ranks]
-
-
-def _checkpoint_digest(folder: str, names: set[str]) -> str:
-    return digest_of(tensor for tensor in checkpoint_files.tensors_of(folder) if tensor[0] in names)

@@ -46,7 +46,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float = 600.0
     drain_timeout_s: float = 600.0
     weights_timeout_s: float = 600.0
-    stop_grace_s: float = 2.0  # then vLLM's processes are killed; their own teardown collects garbage for many seconds
+    stop_grace_s: float = 0.0  # then vLLM's processes are killed; 0: 2 s for one worker, 30 s for several, which share memory
     log_level: str = "ERROR"
     extra_args: dict[str, Any] = {}  # further `AsyncEngineArgs` by name
 

@@ -40,6 +40,7 @@ def generation_of(request_id: str, final: Any, sampling: SamplingConfig, digests
         finish_reason=output.finish_reason,
         stop_reason="" if output.stop_reason is None else str(output.stop_reason),
         cached_prompt_tokens=final.num_cached_tokens or 0,
+        routed_experts=output.routed_experts,
         weight_digest=digests.get((spans[-1].version, spans[-1].incarnation), "") if spans else "",
     )
 
