@@ -31,17 +31,18 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_overhead_tokens: int  # padding that is worth one micro-batch less
 
     def environment(self) -> dict[str, str]:
-        """Variables of a process that shall use this device; they must be set before torch or DeepSpeed is imported.
+        """Variables of a process that shall use this device; they must be set before torch or DeepSpeed is imported."""
+        return {"DS_ACCELERATOR": self.accelerator, **thread_environment(self.threads)}
 
-        Waiting threads sleep instead of spinning: on cores shared with engines or sandboxes a spinning thread stalls the rest.
-        """
-        count = str(self.threads)
-        return {
-            "DS_ACCELERATOR": self.accelerator,
-            "OMP_NUM_THREADS": count,
-            "MKL_NUM_THREADS": count,
-            "OMP_WAIT_POLICY": "passive",
-        }
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Variables that give the compute libraries `threads` threads (0: one per usable core); set before torch is imported.
+
+    Waiting threads sleep instead of spinning: on cores shared with engines or sandboxes, two spinning threads take five times
+    the CPU time and six times as long.
+    """
+    count = str(_usable(threads))
+    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OMP_WAIT_POLICY": "passive"}
 
 
 def choose_device(
@@ -53,9 +54,7 @@ def choose_device(
     to a float32 engine's log-probabilities of 4e-7 instead of 4e-3. On a GPU it runs in bfloat16.
     Raises `DeviceError` for `cuda` without a GPU, for a local rank beyond the last GPU, and for a negative thread count.
     """
-    if threads < 0:
-        raise DeviceError(f"threads: {threads} must not be negative; 0 means one per usable core")
-    usable = threads or len(os.sched_getaffinity(0))
+    usable = _usable(threads)
     gpus = 0 if setting == "cpu" else _visible_gpus()
     if setting == "cpu" or (setting == "auto" and gpus == 0):
         return Device(
@@ -78,6 +77,12 @@ def choose_device(
         threads=usable,
         micro_batch_overhead_tokens=4096,
     )
+
+
+def _usable(threads: int) -> int:
+    if threads < 0:
+        raise DeviceError(f"threads: {threads} must not be negative; 0 means one per usable core")
+    return threads or len(os.sched_getaffinity(0))
 
 
 def _visible_gpus() -> int:

@@ -16,7 +16,7 @@ import torch
 from test_trainer_engine import same_environment  # noqa: F401  (an autouse fixture)
 from tiny_model import VOCABULARY, write_tiny_model
 
-from services.device import DeviceError, choose_device
+from services.device import DeviceError, choose_device, thread_environment
 from services.engine.hf_models import load_causal_lm
 from trainer.sft import SftConfig, SftError, SftPhase, main, read_config, run_sft
 
@@ -115,6 +115,13 @@ def test_the_command_line_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "out" / "model.safetensors").is_file() and "tok/s" in done.stdout
+
+
+def test_threads_are_set_before_torch_loads() -> None:
+    """Torch reads them once, at import; too late, two threads spin and starve every other process on the machine."""
+    program = "import sys, trainer.sft, services.device; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent.parent, timeout=60).returncode == 0
+    assert thread_environment(2) == {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 
 
 def test_devices_are_chosen_in_one_place() -> None:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from services.device import DeviceSetting, choose_device
+from services.device import DeviceSetting, choose_device, thread_environment
 from trainer.batch import TrainRow
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.learning_rate import Schedule, learning_rate
@@ -96,9 +96,8 @@ def run_sft(config: SftConfig, report: Callable[[str], None] = print) -> float:
 
     Raises `SftError` for a row generator that cannot be found or ends early, and for rows that nothing can be learned from.
     """
+    os.environ.update(thread_environment(config.threads))  # before torch loads, which asking for the device may do
     device = choose_device(config.device, threads=config.threads)
-    # Before torch loads: a waiting thread must yield its core, or two threads crawl whenever another process is busy.
-    os.environ.update(device.environment())
     from trainer.deepspeed_trainer import DeepSpeedTrainer
     from trainer.export import write_checkpoint
 

@@ -28,12 +28,17 @@ def engine_from_config(config: Config, name: str) -> Engine:
     if kind == "transformers":
         return create_engine(kind, options | {"device": device.torch_device, "threads": settings.cpu_threads})
     cores = cores_of(settings.cpu_list, settings.names, name)
-    named = {"device": device.kind, "cpu_threads": settings.cpu_threads, "cpu_list": cores, "seed": config.run.seed}
+    named = {"device": device.kind, "cpu_threads": settings.cpu_threads, "cpu_list": cores, "seed": config.run.seed + place_of(settings.names, name)}
     return create_engine(kind, options | named | settings.vllm)
 
 
 def cores_of(cpu_list: str, names: tuple[str, ...], name: str) -> str:
     """The engine's part of `engine.cpu_list` (`0;1` gives e0 core 0 and e1 core 1); empty when nothing is pinned."""
     parts = cpu_list.split(";") if cpu_list else []
-    place = names.index(name) if name in names else -1
-    return parts[place].strip() if 0 <= place < len(parts) else ""
+    place = place_of(names, name)
+    return parts[place].strip() if place < len(parts) else ""
+
+
+def place_of(names: tuple[str, ...], name: str) -> int:
+    """The engine's place in the configured fleet; one that joined under another name stands behind all of them."""
+    return names.index(name) if name in names else len(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from typing import Any
@@ -116,8 +117,10 @@ class VllmEngine:
         self._switch.unserviceable("stopped")
         await self._switch.gate.abort_all_waiting()
         if llm is not None:
-            await llm.abort([entry.backend_id for entry in self._running.values()])
-            await asyncio.sleep(0)
+            with contextlib.suppress(self._server_error):  # a dead vLLM has nothing left to abort
+                await llm.abort([entry.backend_id for entry in self._running.values()])
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # it would report the end of vLLM's processes as a failure
             await asyncio.to_thread(llm.shutdown, self._options.stop_grace_s or (2.0 if self._options.one_worker else 30.0))
 
     async def generate(
@@ -231,10 +234,12 @@ class VllmEngine:
     async def discard(self) -> None:
         for entry in self._running.values():
             entry.restart = False
-        await self._alive().abort([entry.backend_id for entry in self._running.values()])
+        with contextlib.suppress(self._server_error):  # dead: its requests have failed already
+            await self._alive().abort([entry.backend_id for entry in self._running.values()])
 
     async def thaw(self) -> None:
-        await self._alive().resume_generation()
+        with contextlib.suppress(self._server_error):
+            await self._alive().resume_generation()
 
     async def _restart_unstarted(self) -> None:
         """Requests that wait inside vLLM carry the old version's salt; they must not start on the old version's KV."""

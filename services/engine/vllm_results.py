@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from schemas.trajectory import SamplingConfig, VersionSpan
 from services.engine.contract import checked_logprobs, is_greedy, is_identity
-from services.engine.protocol import Generation, LogprobsMissing
+from services.engine.protocol import EngineError, Generation, LogprobsMissing
 from services.engine.spans import check_cover
 
 
@@ -20,11 +20,14 @@ def label_of(version: int, incarnation: int) -> str:
 
 
 def generation_of(request_id: str, final: Any, sampling: SamplingConfig, digests: Mapping[tuple[int, int], str]) -> Generation:
-    """vLLM's final `RequestOutput` as our result. Raises `LogprobsMissing` where a token lacks its log-probability.
+    """vLLM's final `RequestOutput` as our result. Raises `LogprobsMissing` where a token lacks its log-probability,
+    `EngineError` where vLLM gave up on the request.
 
     `digests` names the verified weights by (version, incarnation).
     """
     output = final.outputs[0]
+    if output.finish_reason not in ("stop", "length", "abort"):
+        raise EngineError(f"{request_id}: vLLM ended the generation with {output.finish_reason!r}")
     ids = np.array(output.token_ids, dtype=np.int32)
     first, second = _columns(request_id, output.logprobs, ids)
     logprobs, raw = first, None if is_identity(sampling) else second
