@@ -32,6 +32,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
+async def _fill(bus: Bus, stored: list[int]) -> None:
+    """Store until the bus gives up; `stored` gets what was acknowledged."""
+    for number in range(40):
+        stored.append(await bus.store(bus.subjects.turn("g1", 0, 0, number), os.urandom(400_000), {}))
+
+
 @pytest.mark.timeout(90)
 async def test_a_full_disk_is_named_and_nothing_acknowledged_is_lost(small_disk: Path, run_name: str) -> None:
     server = NatsServer(small_disk)
@@ -44,8 +50,7 @@ async def test_a_full_disk_is_named_and_nothing_acknowledged_is_lost(small_disk:
         bus.give_up_s = 4.0
         stored: list[int] = []
         with pytest.raises(BusError, match="not stored within 4 s"):
-            for number in range(40):
-                stored.append(await bus.store(bus.subjects.turn("g1", 0, 0, number), os.urandom(400_000), {}))
+            await _fill(bus, stored)
         assert stored, "the disk had room for some"
         ballast.unlink()
         server.kill()

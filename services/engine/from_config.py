@@ -28,7 +28,8 @@ def engine_from_config(config: Config, name: str) -> Engine:
     if kind == "transformers":
         return create_engine(kind, options | {"device": device.torch_device, "threads": settings.cpu_threads})
     cores = cores_of(settings.cpu_list, settings.names, name)
-    named = {"device": device.kind, "cpu_threads": settings.cpu_threads, "cpu_list": cores, "seed": config.run.seed + place_of(settings.names, name)}
+    seed = config.run.seed + place_of(settings.names, name)  # engines must not draw the same numbers
+    named = {"device": device.kind, "cpu_threads": settings.cpu_threads, "cpu_list": cores, "seed": seed}
     return create_engine(kind, options | named | settings.vllm)
 
 
