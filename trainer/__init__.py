@@ -1,5 +1,8 @@
-"""The trainer. Waiting compute threads sleep instead of spinning: set here, before torch is first imported, since a spinning thread
-on cores shared with engines and sandboxes makes every step several times slower."""
+"""The trainer.
+
+Waiting compute threads sleep instead of spinning: set here, before torch is first imported, since a spinning thread on cores
+that are shared with engines and sandboxes makes every step several times slower.
+"""
 
 import os
 
