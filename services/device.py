@@ -38,8 +38,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 def thread_environment(threads: int) -> dict[str, str]:
     """Variables that give the compute libraries `threads` threads (0: one per usable core); set before torch is imported.
 
-    Waiting threads sleep instead of spinning: on cores shared with engines or sandboxes, two spinning threads take five times
-    the CPU time and six times as long.
+    Waiting threads sleep instead of spinning: on cores shared with engines or sandboxes, two spinning threads took three
+    times the CPU time and six to ten times as long.
     """
     count = str(_usable(threads))
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OMP_WAIT_POLICY": "passive"}
