@@ -23,6 +23,7 @@ up: setup ## train until stopped
 	$(BIN)/headrace up --config $(CONFIG) --max-steps 0
 
 test: setup ## run the tests
+	@bash setup.sh pretrained
 	$(BIN)/python -m pytest
 
 check: setup ## lint, formatting, types, import layers

