@@ -32,9 +32,10 @@ command -v "$PYTHON" >/dev/null || die "no $PYTHON here; install Python 3.11 or 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   die "$("$PYTHON" --version) is too old; Python 3.11 or newer is needed, set PYTHON=/path/to/it"
 
-# System packages: bubblewrap for the sandboxes; a C++ compiler and Python's headers for DeepSpeed's CPU operators.
+# System packages: bubblewrap for the sandboxes; libnuma for vLLM on CPU; a C++ compiler and Python's headers for DeepSpeed's CPU operators.
 missing=()
 command -v bwrap >/dev/null || missing+=(bubblewrap)
+ldconfig -p 2>/dev/null | grep -q libnuma.so.1 || missing+=(libnuma1) # vLLM's CPU build loads it
 command -v g++ >/dev/null && command -v cc >/dev/null || missing+=(g++)
 "$PYTHON" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
   missing+=(python3-dev)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -52,6 +53,21 @@ def test_a_command_runs_and_leaves_its_files(box: Box) -> None:
     result = run(box, "cat d/a > b; id -u")
     assert (result.stdout, result.exit_code) == (b"1000\n", 0) and result.cpu_s > 0
     assert run(box, "cat b").stdout == b"1"
+
+
+def test_cpus_need_no_privilege_over_the_sandboxs_user(monkeypatch: pytest.MonkeyPatch, box: Box) -> None:
+    """A container has no CAP_SYS_NICE, without which a process of another user cannot be moved."""
+    own, cpu, move = os.sched_getaffinity(0), max(os.sched_getaffinity(0)), os.sched_setaffinity
+
+    def refuse_others(pid: int, cpus: Iterable[int]) -> None:
+        if pid:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        move(pid, cpus)
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse_others)
+    result = box.run("c", "grep Cpus_allowed_list /proc/self/status", timeout_s=10.0, limits=LIMITS, cpus=(cpu,))
+    assert result.stdout.split() == [b"Cpus_allowed_list:", str(cpu).encode()]
+    assert os.sched_getaffinity(0) == own
 
 
 def test_processes_are_bounded(host: Host, box: Box) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,12 +48,13 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
-    """Shares of rows: of all rows that drill copying; of the others, with a trained mistake; of the clean, with a slip."""
+class Mix:
+    """Shares of rows, and how often each family is drawn."""
 
-    wrong: float
-    copy: float
-    slip: float
+    copy: float  # of all rows: the copy drill
+    wrong: float  # of the others: a trained mistake
+    slip: float  # of the clean ones: a repaired slip
+    family_weights: Mapping[str, float]  # families left out weigh 1
 
 
 class Writer:
@@ -109,28 +110,32 @@ def rows(
     wrong_share: float = 0.0,
     copy_share: float = 0.2,
     slip_share: float = 0.05,
+    family_weights: Mapping[str, float] | None = None,
 ) -> Iterator[SftRow]:
     """`count` rows, or endless ones; a pure function of the arguments and the model folder's tokenizer and template."""
     writer = Writer(ChatRenderer(model_dir))
-    shares = Shares(wrong=wrong_share, copy=copy_share, slip=slip_share)
-    for instruction, turns in episodes(writer, count=count, seed=seed, shares=shares):
+    mix = Mix(wrong=wrong_share, copy=copy_share, slip=slip_share, family_weights=family_weights or {})
+    for instruction, turns in episodes(writer, count=count, seed=seed, mix=mix):
         yield writer.row(instruction, turns)
 
 
-def episodes(writer: Writer, *, count: int | None, seed: int, shares: Shares) -> Iterator[tuple[str, list[Turn]]]:
+def episodes(writer: Writer, *, count: int | None, seed: int, mix: Mix) -> Iterator[tuple[str, list[Turn]]]:
     """Instruction and turns of each row."""
     rng = random.Random(f"demonstrations {seed}")
     templates = [template for template in suite.templates.values() if not template.heldout]
+    if unknown := set(mix.family_weights) - {template.family for template in templates}:
+        raise ValueError(f"family_weights: no family is called {sorted(unknown)}")
+    weights = [mix.family_weights.get(template.family, 1.0) for template in templates]
     for _ in itertools.count() if count is None else range(count):
-        if rng.random() < shares.copy:
+        if rng.random() < mix.copy:
             yield _drill(writer, rng)
             continue
-        template = rng.choice(templates)
+        template = rng.choices(templates, weights)[0]
         case = template.case(rng.choice(DEMONSTRATION_SEEDS))
-        if rng.random() < shares.wrong:
+        if rng.random() < mix.wrong:
             turns = _wrong(writer, case, rng)
         else:
-            turns = _clean(writer, case, rng, shares.slip)
+            turns = _clean(writer, case, rng, mix.slip)
         yield template.wording.format_map(dict(case.slots)), turns
 
 

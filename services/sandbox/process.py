@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from services.sandbox.capture import Capture
 from services.sandbox.cgroups import Cgroup
@@ -126,16 +126,17 @@ class _Run:
             seccomp_fd = self._keep(os.open(self.launcher.seccomp_path, os.O_RDONLY | os.O_CLOEXEC))
             inherited.append(seccomp_fd)
         try:
-            self.process = subprocess.Popen(
-                command_line(self.launcher, self.spec, args_r),
-                stdin=subprocess.DEVNULL,
-                stdout=out_w,
-                stderr=err_w,
-                pass_fds=inherited,
-                env=environment(self.spec),
-                cwd="/",
-                start_new_session=True,
-            )
+            with self._on_cpus():
+                self.process = subprocess.Popen(
+                    command_line(self.launcher, self.spec, args_r),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out_w,
+                    stderr=err_w,
+                    pass_fds=inherited,
+                    env=environment(self.spec),
+                    cwd="/",
+                    start_new_session=True,
+                )
         except OSError as error:
             raise SetupFailed(f"{self.launcher.bwrap}: cannot be started ({error.strerror})") from error
         finally:
@@ -163,8 +164,20 @@ class _Run:
     def _confine(self, pid: int) -> None:
         if self.cgroup is not None:
             self.cgroup.enter(pid)
-        if self.spec.cpus and (self.cgroup is None or "cpuset" not in self.cgroup.controllers):
-            os.sched_setaffinity(pid, self.spec.cpus)
+
+    @contextlib.contextmanager
+    def _on_cpus(self) -> Iterator[None]:
+        """Without a cpuset group, what this thread starts inherits its CPUs: those of another user's process are not ours to
+        set without CAP_SYS_NICE, and the launcher changes its user at once."""
+        if not self.spec.cpus or (self.cgroup is not None and "cpuset" in self.cgroup.controllers):
+            yield
+            return
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.spec.cpus)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, own)
 
     def _drain(self) -> None:
         """Read until both streams have ended and the launcher is reaped; kill at the deadline or when asked to."""
