@@ -437,7 +437,8 @@ async def test_continue_switches_in_the_middle(served: Served, mode: Mode) -> No
                 np.testing.assert_allclose(out.logprobs[at:], after[at:], atol=TOLERANCE)
                 assert np.abs(out.logprobs[at:] - before[at:]).max() > 10 * TOLERANCE
             else:
-                np.testing.assert_allclose(out.logprobs[at:], after[at:], atol=0.05)
+                # the kept keys and values make these log-probs approximate: close on the whole, not token for token
+                assert np.abs(out.logprobs[at:] - after[at:]).mean() < 0.02
     assert switched, "no generation was in flight at the switch"
     assert [span.version for span in fresh.versions] == [old + 1]
     if served.real:
