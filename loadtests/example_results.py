@@ -24,16 +24,16 @@ import numpy.typing as npt
 CONFIG = "examples/terminal/run.toml"
 SPLITS = ("heldout_instance", "heldout_template")
 CONDITIONS: dict[str, tuple[str, ...]] = {
+    "frozen": ("run.evaluate_only=true", "eval.seed=1000"),
     "trained": (),
     "shuffled": ("trainer.shuffle_rewards=true",),
-    "frozen": ("run.evaluate_only=true", "eval.seed=1000"),
 }
 Counts = npt.NDArray[np.float64]
 
 
 def run_condition(condition: str, seed: int, folder: Path, extra: Sequence[str]) -> dict[str, Any]:
     """One whole run; its evaluation and step rows, without what only matters inside the run."""
-    name = f"{condition[:6]}-{seed}"
+    name = f"{condition}-{seed}"
     overrides = [f"run.name={name}", f"run.folder={folder}", f"run.seed={seed}", *CONDITIONS[condition], *extra]
     command = [sys.executable, "-m", "services.cli", "up", "--config", CONFIG, "--fresh"]
     subprocess.run([*command, *(part for override in overrides for part in ("--set", override))], check=True)
@@ -127,6 +127,7 @@ def plot(runs: dict[tuple[str, int], dict[str, Any]], seeds: Sequence[int], path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=list(CONDITIONS))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--folder", type=Path, default=Path("runs/results"))
     parser.add_argument(
@@ -135,12 +136,14 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     runs: dict[tuple[str, int], dict[str, Any]] = {}
-    for seed in options.seeds:
-        for condition in ("frozen", "trained", "shuffled"):
+    for condition in options.conditions:
+        for seed in options.seeds:
             path = options.out / f"{condition}-{seed}.json"
             if not path.exists():
                 path.write_text(json.dumps(run_condition(condition, seed, options.folder, options.extra), indent=1) + "\n")
             runs[condition, seed] = json.loads(path.read_text())
+    if len(options.conditions) < len(CONDITIONS):
+        return  # a part of the runs; the summary needs them all
     summary = summarise(runs, options.seeds)
     (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     plot(runs, options.seeds, options.out / "learning.png")
