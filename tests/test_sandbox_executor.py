@@ -340,3 +340,18 @@ def test_a_torn_journal_keeps_every_whole_record(tmp_path: Path, cut: int, flip:
         assert result is not None and result.exit_code == number
     loaded.append(RECORDS[0])  # and it can be written on
     assert Journal.load(str(path)).opened == RECORDS[0]
+
+
+async def test_old_journals_are_pruned_while_sandboxes_come_and_go(root: str) -> None:
+    """Pruning reads the folder in a thread; what the loop opens and closes meanwhile must not disturb it."""
+    async with started(root, journals_kept=2, prune_every=1) as executor:
+
+        async def come_and_go(worker: int) -> None:
+            for turn in range(6):
+                await executor.reset(f"p{worker}-{turn}", FILES)
+                await executor.cleanup(f"p{worker}-{turn}", "test")
+
+        await asyncio.gather(*(come_and_go(worker) for worker in range(3)))
+        await executor.reset("last", FILES)
+        await executor.cleanup("last", "test")
+        assert len(os.listdir(os.path.join(root, "journal"))) <= 4

@@ -51,6 +51,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sandboxes: int = 128
     max_snapshot_bytes: int = 1 << 30
     journals_kept: int = 4096  # of sandboxes that are gone, so that late repeats still find their results
+    prune_every: int = 256  # closed sandboxes between two passes over the journals, each of which looks at all of them
     idle_s: float = 3600.0  # a sandbox that nobody has used for so long is removed by `reap_idle`
 
 
@@ -84,6 +85,8 @@ class Executor:
         self._residents: dict[str, Resident] = {}
         self._openings: dict[str, tuple[str, asyncio.Task[ResetResult]]] = {}
         self._closings: dict[str, asyncio.Task[None]] = {}
+        self._closed = 0  # since the journals were last pruned
+        self._pruning = asyncio.Lock()
         self._stopped = False
 
     @classmethod
@@ -229,7 +232,17 @@ class Executor:
             del self._openings[sandbox_id]
         finally:
             del self._closings[sandbox_id]
-        await self._thread(self._prune_journals)
+        await self._prune_when_due()
+
+    async def _prune_when_due(self) -> None:
+        """Prune once in a while and one at a time: each pass looks at every journal that is kept."""
+        self._closed += 1
+        if self._closed < self._config.prune_every or self._pruning.locked():
+            return
+        async with self._pruning:
+            self._closed = 0
+            live = frozenset(self._journal_path(sandbox_id) for sandbox_id in self._openings)  # here: the loop changes it
+            await self._thread(lambda: self._prune_journals(live))
 
     async def _resident(self, sandbox_id: str) -> Resident | None:
         """The sandbox, once its reset has ended; None if it is not (or no longer) here."""
@@ -258,10 +271,9 @@ class Executor:
             return UnknownSandbox(f"sandbox {sandbox_id}: this executor has never had it")
         return SandboxLost(f"sandbox {sandbox_id}: {_why_gone(journal)}")
 
-    def _prune_journals(self) -> None:
-        """Forget the oldest of the sandboxes that are gone, beyond the number to be kept."""
+    def _prune_journals(self, live: frozenset[str]) -> None:
+        """Forget the oldest of the sandboxes that are gone, beyond the number to be kept. Journals are removed only here."""
         kept = [(item.stat().st_mtime_ns, item.path) for item in os.scandir(self._host.path("journal"))]
-        live = {self._journal_path(sandbox_id) for sandbox_id in self._openings}
         for _, path in sorted(kept)[: max(0, len(kept) - len(live) - self._config.journals_kept)]:
             if path not in live:
                 os.remove(path)
