@@ -108,10 +108,15 @@ class BatchLoop:
         self._post(lambda: self._abort(request_id, reason))
 
     def at_boundary(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` on the loop's thread between two steps; its result or exception comes through the future."""
+        """Run `work` on the loop's thread between two steps; its result or exception comes through the future.
+
+        Cancelled before its turn, it does not run; once it runs it cannot be cancelled any more.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except BaseException as error:  # handed to the caller, who owns it
