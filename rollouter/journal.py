@@ -7,13 +7,18 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 
+import structlog
+
 from rollouter.agent import Turn
 from schemas.arrays import Array
+from schemas.codec import CodecError
 from schemas.lease import GroupLease
 from schemas.table import Stream
 from schemas.trajectory import SamplingConfig, TurnRecord
 from services.bus import Bus, OnceConflict, Published
 from services.consume import read_latest
+
+log = structlog.get_logger()
 
 
 class AttemptTaken(Exception):
@@ -131,7 +136,13 @@ async def past_attempts(bus: Bus, group: str) -> PastAttempts:
     highest: dict[int, int] = {}
     sandboxes: set[tuple[str, str]] = set()
     for item in await read_latest(bus, Stream.TURNS, f"turn.{group}.*.*.*"):
-        turn = item.decode(TurnRecord)
+        try:
+            turn = item.decode(TurnRecord)
+        except CodecError as error:  # its subject still says which attempt it was of
+            slot, attempt = item.subject.split(".")[-3:-1]
+            log.error("unreadable turn", subject=item.subject, seq=item.seq, error=str(error))
+            highest[int(slot)] = max(highest.get(int(slot), 0), int(attempt) + 1)
+            continue
         highest[turn.slot] = max(highest.get(turn.slot, 0), turn.attempt + 1)
         if turn.command_id:
             sandboxes.add((turn.executor, sandbox_of(turn.command_id)))

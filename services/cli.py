@@ -17,7 +17,7 @@ from services.config import Config, ConfigError, load, to_toml
 from services.logs import start_logging
 from services.nats_server import ServerError
 from services.registry import SERVE, load_serve
-from services.run_folder import RunFolderError, url_file
+from services.run_folder import RunFolderError, is_in_use, url_file
 
 EXIT_OK, EXIT_FAILED, EXIT_USER_ERROR, EXIT_HARD = 0, 1, 2, 130
 Command = Callable[[argparse.Namespace], int]
@@ -139,7 +139,8 @@ def _watch(options: argparse.Namespace) -> int:
 
     _quiet_logs()
     config = _existing(options)
-    return asyncio.run(watch(config, record=not options.run_folder))  # in its own folder `headrace up` writes
+    # in its own folder `headrace up` writes
+    return asyncio.run(watch(config, record=not (options.run_folder or is_in_use(config.run_folder()))))
 
 
 def _eval(options: argparse.Namespace) -> int:

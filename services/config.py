@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class Run(_Section):
@@ -249,6 +249,9 @@ class Config(_Section):
             raise ValueError(
                 f"admission.min_rewards: {self.admission.min_rewards} exceeds rollout.group_size ({self.rollout.group_size})"
             )
+        for field, names in (("engine.names", self.engine.names), ("sandbox.names", self.sandbox.names)):
+            if len(set(names)) != len(names):
+                raise ValueError(f"{field}: {list(names)} names one service twice; give each its own name")
         if self.trainer.credit == "rloo" and self.rollout.group_size < 2 and not self.run.evaluate_only:
             raise ValueError("rollout.group_size: rloo needs at least 2 siblings; raise it or set run.evaluate_only")
         return self
@@ -266,6 +269,8 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
             tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ConfigError(f"no configuration file at {path}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read as a TOML file: {error}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: not valid TOML: {error}") from error
         tree.pop("sft", None)  # the warm start's own table may live in the same file
@@ -282,8 +287,8 @@ def check(tree: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         lines = []
         for item in error.errors():
-            where = ".".join(str(part) for part in item["loc"]) or "configuration"
-            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})"[:400])
+            where, said = ".".join(str(part) for part in item["loc"]), item["msg"].removeprefix("Value error, ")
+            lines.append(f"{where}: {said} (got {item['input']!r})"[:400] if where else said)
         raise ConfigError("\n".join(lines)) from error
 
 

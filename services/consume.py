@@ -20,13 +20,15 @@ import structlog
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from schemas.codec import CodecError
+from schemas.codec import CodecError, decode_any
 from schemas.table import Stream, consumer_of
 from services.bus import Bus, BusError, IntegrityError, Item, item_of
 
 log = structlog.get_logger()
 _PULL_BYTES = 16 * 2**20
 _EXPIRES_S = 5.0
+_DAMAGE_RETRY_S = 5.0
+_MAX_TRIES = 20  # deliveries of a whole message whose handler keeps meeting damage elsewhere
 _CLOSE_INBOX_S = 2.0
 
 
@@ -222,6 +224,15 @@ async def _close_inbox(subscription: Subscription) -> None:
         log.info("inbox not closed in order", error=repr(error))
 
 
+def _readable(message: Msg) -> bool:
+    """Is the message itself whole? Only then is it worth another try."""
+    try:
+        decode_any(message.data)
+    except CodecError:
+        return False
+    return True
+
+
 Handler = Callable[[Item], Awaitable[None]]
 
 
@@ -364,8 +375,12 @@ class WorkConsumer:
             log.info("handed back", consumer=self.name, subject=message.subject, reason=str(retry))
             await _ack(message, b'-NAK {"delay": %d}' % int(retry.delay_s * 1e9))
         except (CodecError, IntegrityError) as error:
-            log.error("refused message", consumer=self.name, subject=message.subject, seq=position.seq, error=str(error))
-            await _ack(message, b"+TERM")
+            if _readable(message) and position.delivered < _MAX_TRIES:  # something else that the handler read is damaged
+                log.error("handed back", consumer=self.name, subject=message.subject, seq=position.seq, error=str(error))
+                await _ack(message, b'-NAK {"delay": %d}' % int(_DAMAGE_RETRY_S * 1e9))
+            else:
+                log.error("refused message", consumer=self.name, subject=message.subject, seq=position.seq, error=str(error))
+                await _ack(message, b"+TERM")
         except asyncio.CancelledError:
             await _ack(message, b"-NAK")
             raise

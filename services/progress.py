@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from schemas.codec import decode_any
+from schemas.codec import CodecError, decode_any
 from schemas.ledger import QuarantineEntry
 from schemas.table import Stream
 from schemas.training import StepCommit
@@ -100,7 +100,12 @@ class Progress:
                 if not self._behind:
                     self.caught_up.set()
                 continue
-            message = decode_any(item.data)
+            try:
+                message = decode_any(item.data)
+            except CodecError as error:
+                self._say(f"unreadable, passed over: {item.subject}, sequence {item.seq} ({error})")
+                self._positions[stream] = item.seq
+                continue
             self.tally.add(message, item.time_ns)
             self._positions[stream] = item.seq
             self._moved.set()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from services.config import Config, to_toml
+from services.sandbox.mounts import mounts_under
 
 _SUBFOLDERS = ("logs", "trajectories", "quarantine", "checkpoints", "nats")
 _WAIT_FOR_DYING_S = 10.0
@@ -36,8 +38,13 @@ class RunFolder:
 
     def __enter__(self) -> RunFolder:
         """Lock, then make or take over the folder. Raises `RunFolderError` when another process uses it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = self._acquire()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = self._acquire()
+        except OSError as error:
+            raise RunFolderError(
+                f"run.folder: cannot make {self.path} ({error.strerror}); give a folder that this user may write to"
+            ) from error
         if self._fresh:
             self.moved_to = self._move_aside()
         for name in _SUBFOLDERS:
@@ -87,6 +94,8 @@ class RunFolder:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         taken = [self.path.with_name(f"{self.path.name}.{stamp}{suffix}") for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
         target = next(path for path in taken if not path.exists())
+        for point in mounts_under(str(self.path)):  # of sandboxes whose host was killed
+            subprocess.run(["umount", "-l", point], check=False, capture_output=True)
         self.path.rename(target)
         return target
 
@@ -95,6 +104,21 @@ class RunFolder:
         if file.exists() and file.read_text(encoding="utf-8") != text:
             file.rename(self.path / f"config.until-{time.strftime('%Y%m%d-%H%M%S')}.toml")
         file.write_text(text, encoding="utf-8")
+
+
+def is_in_use(folder: Path) -> bool:
+    """Does a `headrace up` hold this folder's lock now?"""
+    try:
+        number = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(number)
+    return False
 
 
 def url_file(folder: Path) -> Path:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import structlog
 from rich.console import Console
 
+from schemas.codec import CodecError
 from schemas.health import Heartbeat
 from schemas.table import Role, Stream
 from services.bus import Bus, BusError
@@ -29,6 +30,7 @@ from services.provision import provision
 from services.run_folder import MetricsFile, RunFolder
 from services.runtime import EXIT_BUS_LOST, EXIT_CLEAN, EXIT_FAILED, EXIT_HARD, connect
 from services.samples import Samples
+from services.suites import resolve_suite
 from services.summary import summary
 from services.supervisor import GaveUp, Supervisor
 from services.tally import Tally
@@ -60,6 +62,7 @@ async def run_stack(config: Config, *, fresh: bool, say: Callable[[str], None], 
     problem = check_model(config)
     if problem:
         raise ConfigError(problem)
+    resolve_suite(config.tasks.suite)  # said here in one line rather than by three services in a loop
     kind = engine_kind(config)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"kind": kind})})
     with RunFolder(config, fresh=fresh) as folder, folder.log("supervisor").open("a", encoding="utf-8") as file:
@@ -159,7 +162,8 @@ class _Stack:
                     group.create_task(self._note_readiness(bus, services), name="readiness"),
                 ]
                 if not await services.run(self._stop):
-                    code = EXIT_FAILED
+                    self._say(f"not every service drained: {services.unclean()}")
+                    code = EXIT_CLEAN if progress.complete.is_set() else EXIT_FAILED  # a complete run has lost nothing by it
                 for helper in helpers:
                     helper.cancel()
         except* GaveUp as failures:
@@ -181,7 +185,11 @@ class _Stack:
     async def _note_readiness(self, bus: Bus, services: Supervisor) -> None:
         async for item in fold(bus, Stream.REGISTRY, "reg.service.*.*", stop=self._stop, latest_per_subject=True):
             if item is not None:
-                beat = item.decode(Heartbeat)
+                try:
+                    beat = item.decode(Heartbeat)
+                except CodecError as error:
+                    log.error("unreadable heartbeat", subject=item.subject, seq=item.seq, error=str(error))
+                    continue
                 if beat.phase == "ready":
                     services.ready(label_of(beat.service, beat.instance), beat.pid)
 

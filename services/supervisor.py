@@ -85,6 +85,12 @@ class Supervisor:
             raise GaveUp(self._gave_up)
         return all(child.clean for child in self._children.values())
 
+    def unclean(self) -> str:
+        """Children that did not end by themselves with code 0, and how they ended."""
+        unclean = {label: child.process for label, child in self._children.items() if not child.clean}
+        ends = [(label, process.returncode if process else None) for label, process in unclean.items()]
+        return ", ".join(f"{label} ({'never started' if code is None else f'exit code {code}'})" for label, code in ends)
+
     def ready(self, label: str, pid: int) -> None:
         """Note that a child says of itself that it is ready; a report from an earlier process of it does not count."""
         child = self._children.get(label)

@@ -166,8 +166,14 @@ class EngineService:
     async def follow_orders(self, stop: asyncio.Event) -> None:
         """Take param_sync's orders one after another; only the newest one counts when several have piled up."""
         async for item in fold(self._bus, Stream.POLICY, f"policy.apply.{self.name}", stop=stop, latest_per_subject=True):
-            if item is not None:
-                await self._obey(item.decode(ApplyOrder))
+            if item is None:
+                continue
+            try:
+                order = item.decode(ApplyOrder)
+            except CodecError as error:
+                log.error("unreadable order", subject=item.subject, seq=item.seq, error=str(error))
+                continue
+            await self._obey(order)
 
     async def _obey(self, order: ApplyOrder) -> None:
         if (order.incarnation, order.version) <= (self._incarnation, self._version) and self.phase == "serving":
