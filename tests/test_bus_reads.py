@@ -10,7 +10,7 @@ import pytest
 from admission_stage import connected, make_episode, make_lease
 from conftest import NatsServer, eventually
 
-from schemas.codec import digest, encode
+from schemas.codec import CodecError, digest, encode
 from schemas.lease import GroupLease
 from schemas.policy import FleetVersions
 from schemas.table import Role, Stream
@@ -181,6 +181,28 @@ async def test_a_damaged_message_is_refused_and_the_work_goes_on(nats_url: str, 
         await asyncio.wait_for(task, 10)
         info = await bus.request(f"CONSUMER.INFO.{consumer.stream}.{consumer.name}", {})
         assert (info["num_ack_pending"], info["num_pending"]) == (0, 0)
+
+
+async def test_damage_that_a_handler_meets_elsewhere_hands_the_message_back(
+    nats_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole message is not thrown away because something else that its handler read is damaged."""
+    monkeypatch.setattr("services.consume._DAMAGE_RETRY_S", 0.1)
+    async with connected(nats_url, run_name, Role.ROLLOUTER) as bus:
+        await lease_out(bus, range(1))
+        consumer, stop = rollouter(bus), asyncio.Event()
+        tries: list[int] = []
+
+        async def work(item: Item) -> None:
+            tries.append(item.decode(GroupLease).ordinal)
+            if len(tries) == 1:
+                raise CodecError("a turn in the journal is damaged")
+
+        task = asyncio.create_task(consumer.run(work, stop))
+        await eventually(lambda: consumer.done == 1)
+        assert tries == [0, 0]
+        stop.set()
+        await asyncio.wait_for(task, 10)
 
 
 async def test_what_a_stopped_worker_could_not_finish_comes_to_another_at_once(nats_url: str, run_name: str) -> None:

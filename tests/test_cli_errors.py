@@ -20,6 +20,9 @@ from services.run_folder import RunFolder
     [
         (["check", "--set", "admission.max_lagg=1"], "admission.max_lagg: unknown setting; did you mean admission.max_lag?"),
         (["check", "--config", "/nowhere.toml"], "no configuration file at /nowhere.toml"),
+        (["check", "--config", "/"], "/: cannot be read as a TOML file"),
+        (["up", "--set", "tasks.suite=nosuch:suite"], "tasks.suite: cannot import 'nosuch'"),
+        (["up", "--set", "run.folder=/proc/nowhere"], "run.folder: cannot make /proc/nowhere/main"),
         (["up", "--set", "run.max_steps=-1"], "run.max_steps"),
         (["up", "--set", "policy.model=/nowhere"], "policy.model: /nowhere has no config.json"),
         (["run", "engine"], "no server given; pass --nats URL"),

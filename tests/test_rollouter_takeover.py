@@ -20,6 +20,7 @@ from schemas.termination import Termination
 from services.bus import Bus
 from services.config import Config, to_toml
 from services.consume import read_all
+from tests.admission_stage import connected
 from tests.conftest import NatsServer
 from tests.rollout_stand import (
     TASKS,
@@ -183,6 +184,14 @@ async def test_an_attempt_whose_name_is_taken_goes_on_under_the_next(nats_url: s
         assert context.health.counters["attempts_taken"] == 1
     assert (episodes[0].attempt, episodes[1].attempt) == (1, 0)
     assert past.next_attempt == {0: 2, 1: 1}
+
+
+async def test_an_unreadable_turn_still_counts_its_attempt(nats_url: str, run_name: str) -> None:
+    """Otherwise a takeover would play under a name that is taken, or lose the lease to one damaged record."""
+    async with connected(nats_url, run_name, Role.ROLLOUTER) as bus:
+        await bus.store(bus.subjects.turn("g00000001", 2, 3, 0), b"garbage", {})
+        past = await past_attempts(bus, "g00000001")
+        assert past.next_attempt == {2: 4}
 
 
 @pytest.mark.slow
