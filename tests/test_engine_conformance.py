@@ -186,7 +186,7 @@ def reference_logprobs(
 def kept_logprobs(
     old: Any, new: Any, ids: npt.NDArray[np.int32], sampled: npt.NDArray[np.int32], at: int
 ) -> npt.NDArray[np.float64]:
-    """Log-probability of `sampled[at:]` under `new` when everything fed before `sampled[at - 1]` has keys and values of `old`."""
+    """Log-probability of `sampled[at:]` under `new`; what was fed before `sampled[at - 1]` has keys and values of `old`."""
     row = torch.from_numpy(np.concatenate([ids, sampled]).astype(np.int64))[None]
     seen = ids.size + at - 1
     with torch.no_grad():
