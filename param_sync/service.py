@@ -20,6 +20,7 @@ from services.tracing import span
 
 log = structlog.get_logger()
 _GONE_AFTER_S = 15.0
+_LOOK_AGAIN_S = 5.0
 
 
 async def serve(context: ServiceContext) -> None:
@@ -59,6 +60,8 @@ class Synchronizer:
         self._orders: dict[str, str] = {}
         self._order_count = 0
         self._announced: tuple[object, ...] = ()
+        self._told = ""  # digest of the vector that we announced last
+        self._looked_s = 0.0
         self._changed = asyncio.Event()
 
     async def restore(self) -> None:
@@ -131,6 +134,7 @@ class Synchronizer:
             self._fleet, orders = plan.advance(self._fleet, self._limits, now)
             for order in orders:
                 await self._order(order)
+            await self._look_again(now)
             await self._announce()
             self._name_waits()
             self._changed.clear()
@@ -163,6 +167,16 @@ class Synchronizer:
         self._orders[order.engine] = message.order_id
         await self._bus.publish(self._bus.subjects.apply(order.engine), message)
 
+    async def _look_again(self, now: float) -> None:
+        """An owner before us may have had a vector on its way all the time, and it came after ours: tell ours again."""
+        if not self._told or now - self._looked_s < _LOOK_AGAIN_S:
+            return
+        self._looked_s = now
+        held = await self._bus.last(self._bus.subjects.active())
+        if held is not None and held.digest != self._told:
+            log.warning("another vector stands where ours was", seq=held.seq)
+            self._announced = ()
+
     async def _announce(self) -> None:
         """Tell which version every engine serves; one on a dead branch counts as serving none, until it has moved."""
         counted = {
@@ -185,7 +199,7 @@ class Synchronizer:
         )
         if (key := (vector.target, vector.incarnation, tuple(engines.items()))) != self._announced:
             await self._ownership.confirm()
-            await self._bus.publish(self._bus.subjects.active(), vector)
+            self._told = (await self._bus.publish(self._bus.subjects.active(), vector)).digest
             self._announced = key
 
     def _name_waits(self) -> None:

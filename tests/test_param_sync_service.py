@@ -166,6 +166,25 @@ async def test_a_second_stands_by_and_goes_on_where_the_first_was_cut_off(tmp_pa
         assert second.context.health.counters["incarnation"] == 1
 
 
+async def test_a_late_word_of_an_owner_before_does_not_stand(tmp_path: Path, nats_url: str, run_name: str) -> None:
+    """A vector that was held back by an outage and comes after the living owner's would hold the sampler up for ever."""
+    config = configuration(tmp_path, run_name, nats_url)
+    async with Stage(nats_url, config) as stage:
+        bus = await stage.bus(Role.TRAINER)
+        await started(stage, config)
+        line = Line(bus, config)
+        await line.step(0, 1, after=(0, 0))
+        await eventually(lambda: served(bus, config, 0, line.made[0, 1]), within_s=60)
+
+        async def told() -> bool:
+            return (await fleet(bus)).oldest == 1
+
+        await eventually(told, within_s=60)
+        late = FleetVersions(run=run_name, target=1, incarnation=0, engines={"e0": 0, "e1": 0}, oldest=0, newest=0)
+        await bus.publish(bus.subjects.active(), late)
+        await eventually(told, within_s=60)
+
+
 async def test_what_no_engine_needs_is_removed_and_everyone_still_arrives(tmp_path: Path, nats_url: str, run_name: str) -> None:
     """Thirty versions with an anchor at every fifth: the store keeps the last two and what follows them, a lagging engine's way
     included, and a synchronizer or an engine that starts anew finds everything that it needs."""

@@ -11,8 +11,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from types import TracebackType
 
 import structlog
@@ -44,8 +42,8 @@ class Followers:
         os.environ.update(
             WORLD_SIZE=str(ranks), RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
-        folder = Path(tempfile.mkdtemp(prefix="headrace-ranks-"))
-        path = folder / "config.toml"
+        path = self._config.run_folder() / "ranks.toml"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(to_toml(self._config), encoding="utf-8")
         followers_end, self._lifeline = os.pipe()
         for rank in range(1, ranks):
