@@ -37,6 +37,8 @@ from services.config import Config, check, to_toml
 from services.consume import fold, read_all
 
 ROOT = Path(__file__).resolve().parent.parent
+# what an earlier trainer in this process may have set
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GROUPS, SIBLINGS, TOKENS = 2, 2, 12
 
 
@@ -73,7 +75,8 @@ class TrainerProcess:
         command = [sys.executable, "-W", "ignore", *program, "run", "trainer", "--instance", instance]
         command += ["--config", str(file), "--nats", url or config.nats.url]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", **threads}
+        ours = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        environment = {**ours, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", **threads}
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
