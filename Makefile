@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run up test check clean
+.PHONY: help setup run up test faults check clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,6 +25,9 @@ up: setup ## train until stopped
 test: setup ## run the tests
 	@bash setup.sh pretrained
 	$(BIN)/python -m pytest
+
+faults: setup ## whole runs in which parts are killed or damaged
+	$(BIN)/python -m pytest -m faults tests/faults
 
 check: setup ## lint, formatting, types, import layers
 	$(BIN)/ruff check .

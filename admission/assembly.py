@@ -4,34 +4,49 @@ For the outstanding demand the ready groups are taken in completion order. Each 
 as the wanted number is eligible they are the batch, and what lies behind them in READY is not looked at. So an entry depends on
 the READY prefix up to the last group that it needed, and not on how much of READY had arrived when the decision was made: a
 decision made early, late or again after a crash is the same, bit for bit.
+
+A trainer that came back as a new incarnation asks again for the steps that have no batch, and names the branches that it left.
+Which of a step's demands was in force is the one thing that timing decides; every entry names it, and no demand older than one
+that the ledger names is used again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+
 from admission.gates import Abandon, Eligible, GateSettings, Quarantine, judge, lag_of
 from schemas.group import ReadyGroup
-from schemas.ledger import AbandonEntry, BatchEntry, BatchGroup, LedgerEntry, QuarantineEntry
+from schemas.lease import GroupLease
+from schemas.ledger import AbandonEntry, BatchEntry, BatchGroup, LedgerEntry, LostItem, QuarantineEntry
+from schemas.table import Stream
 from schemas.training import BatchDemand, StepCommit
+
+READY = str(Stream.READY)
 
 
 class Assembly:
-    """The fold over READY, TRAIN and LEDGER. The three may arrive in any relative order, and items may come again.
+    """The fold over TASKS, READY, TRAIN and LEDGER. They may arrive in any relative order, and items may come again.
 
-    `ready_seq`, `ledger_seq`: last sequences folded. `counters`: closed groups by way and reason, and duplicates.
+    `ready_seq`, `ledger_seq`, `demand_seq`: last sequences folded. `counters`: closed groups by way and reason, and duplicates.
     """
 
     def __init__(self) -> None:
         self.ready_seq = 0
         self.ledger_seq = 0
+        self.demand_seq = 0
         self.step_committed = -1
         self.last_lags: tuple[int, ...] = ()
         self.counters: Counter[str] = Counter()
         self._open: dict[str, tuple[int, ReadyGroup]] = {}
-        self._closed_ahead: set[str] = set()  # closed by the ledger before their READY item was folded
+        self._closed: set[str] = set()  # for ever: a READY entry that was lost may be written again
+        self._families: dict[str, str] = {}  # of every leased training group
+        self._lost: dict[str, tuple[int, LostItem]] = {}  # group -> its READY sequence (0: none) and what it lost
         self._demands: dict[int, tuple[int, BatchDemand]] = {}
+        self._committed: dict[int, tuple[str, ...]] = {}
         self._answered = -1  # steps up to here have their batch
+        self._decided_under = 0  # newest demand that the ledger names
 
     def ready(self, seq: int, group: ReadyGroup) -> None:
         """A training group became whole."""
@@ -39,49 +54,91 @@ class Assembly:
             self.counters["duplicates"] += 1
             return
         self.ready_seq = seq
-        if group.group in self._closed_ahead:
-            self._closed_ahead.remove(group.group)
-        elif group.group in self._open:
+        if group.group in self._closed:
+            return
+        if group.group in self._open:
             self.counters["duplicates"] += 1
         else:
             self._open[group.group] = (seq, group)
 
+    def lease(self, lease: GroupLease) -> None:
+        """A group was leased."""
+        if lease.purpose == "train":
+            self._families[lease.group] = lease.family
+
+    def unusable(self, seq: int, group: str) -> None:
+        """What stands on `ready.<group>` cannot be used, and nothing else can ever stand there."""
+        self.ready_seq = max(self.ready_seq, seq)
+        self._lost.setdefault(group, (0, LostItem(READY, seq, "")))
+
+    def lose(self, group: str, item: LostItem) -> None:
+        """A ready group is found to lack one of its items."""
+        if group in self._open:
+            self._lost.setdefault(group, (self._open[group][0], item))
+
+    def open_group(self, group: str) -> tuple[int, ReadyGroup]:
+        """READY sequence and entry of a ready group that nothing has closed. Raises `KeyError` for any other."""
+        return self._open[group]
+
+    def losses(self) -> list[tuple[str, str, int, LostItem]]:
+        """Leased open groups that lost something: group, family, READY sequence (0: none), item; by sequence."""
+        found = [
+            (group, self._families[group], seq, item)
+            for group, (seq, item) in self._lost.items()
+            if group in self._families and group not in self._closed
+        ]
+        return sorted(found, key=lambda loss: (loss[3].stream, loss[3].seq))
+
     def demand(self, seq: int, demand: BatchDemand) -> None:
-        """The trainer asked for a batch. A demand for a step that has its batch changes nothing."""
-        if demand.step in self._demands or demand.step <= self._answered:
-            self.counters["duplicates"] += demand.step in self._demands
+        """The trainer asked for a batch. For a step that has its batch, or by an older incarnation, it changes nothing."""
+        self.demand_seq = max(self.demand_seq, seq)
+        if demand.step <= self._answered:
+            return
+        held = self._demands.get(demand.step)
+        if held is not None and held[1].incarnation >= demand.incarnation:
+            self.counters["duplicates"] += 1
             return
         self._demands[demand.step] = (seq, demand)
 
     def step(self, commit: StepCommit) -> None:
-        """The trainer committed a step; for the status only."""
+        """The trainer committed a step. Decides nothing; it tells what the ledger must hold."""
         self.step_committed = max(self.step_committed, commit.step)
+        self._committed[commit.step] = commit.groups
+
+    def committed(self, step: int) -> tuple[str, ...] | None:
+        """The groups that a committed step consumed; `None` if it is not committed."""
+        return self._committed.get(step)
 
     def entry(self, seq: int, entry: LedgerEntry) -> None:
         """The ledger closed something."""
         if seq <= self.ledger_seq:
             return
         self.ledger_seq = seq
+        if not isinstance(entry.demand_seq, msgspec.UnsetType):
+            self._decided_under = max(self._decided_under, entry.demand_seq)
         if isinstance(entry, BatchEntry):
             for member in entry.groups:
-                self._close(member.group, member.ready_seq)
+                self._close(member.group)
             self._answered = max(self._answered, entry.step)
             self._demands = {step: held for step, held in self._demands.items() if step > self._answered}
             self.last_lags = tuple(member.lag for member in entry.groups)
             self.counters["batches"] += 1
             self.counters["consumed"] += len(entry.groups)
         else:
-            self._close(entry.group, entry.ready_seq)
+            self._close(entry.group)
             way = "quarantined" if isinstance(entry, QuarantineEntry) else "abandoned"
             self.counters[way] += 1
             self.counters[f"{way}_{entry.reason}"] += 1
 
-    def _close(self, group: str, ready_seq: int) -> None:
-        if self._open.pop(group, None) is None and not 0 < ready_seq <= self.ready_seq:
-            self._closed_ahead.add(group)
+    def _close(self, group: str) -> None:
+        self._open.pop(group, None)
+        self._lost.pop(group, None)
+        self._closed.add(group)
 
     def outstanding(self) -> tuple[int, BatchDemand] | None:
-        """TRAIN sequence and demand of the lowest step that has no batch."""
+        """TRAIN sequence and demand of the lowest step that has no batch; none before every demand that the ledger names."""
+        if self.demand_seq < self._decided_under:
+            return None
         return self._demands[min(self._demands)] if self._demands else None
 
     def depth(self) -> int:
@@ -105,7 +162,7 @@ def decide(state: Assembly, settings: GateSettings) -> list[LedgerEntry]:
     turned_away: list[LedgerEntry] = []
     chosen: list[BatchGroup] = []
     for seq, group in state.waiting_groups():
-        decision = judge(group, demand.version, demand.incarnation, settings)
+        decision = judge(group, demand.version, demand.left(), settings)
         if isinstance(decision, Eligible):
             chosen.append(
                 BatchGroup(
@@ -119,7 +176,7 @@ def decide(state: Assembly, settings: GateSettings) -> list[LedgerEntry]:
         elif isinstance(decision, Quarantine):
             turned_away.append(_quarantine(seq, group, decision, demand_seq, demand, settings))
         else:
-            turned_away.append(_abandon(seq, group, decision, settings))
+            turned_away.append(_abandon(seq, group, decision, demand_seq, settings))
         if len(chosen) >= demand.groups:
             return [*turned_away, _batch(chosen, demand_seq, demand, settings)]
     return turned_away
@@ -160,7 +217,7 @@ def _quarantine(
     )
 
 
-def _abandon(seq: int, group: ReadyGroup, decision: Abandon, settings: GateSettings) -> AbandonEntry:
+def _abandon(seq: int, group: ReadyGroup, decision: Abandon, demand_seq: int, settings: GateSettings) -> AbandonEntry:
     return AbandonEntry(
         run=group.run,
         group=group.group,
@@ -169,4 +226,5 @@ def _abandon(seq: int, group: ReadyGroup, decision: Abandon, settings: GateSetti
         detail=decision.detail,
         family=group.family,
         settings_hash=settings.hash(),
+        demand_seq=demand_seq,
     )

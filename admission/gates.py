@@ -7,18 +7,21 @@ so that time in queues counts.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from schemas.group import ReadyGroup, Sibling
+from schemas.group import LOST, LOST_EPISODE, ReadyGroup, Sibling
 from schemas.ledger import AbandonReason, QuarantineReason
-from schemas.termination import RETRYABLE
+from schemas.lineage import on_line
+from schemas.termination import UNPLAYED, Termination
+from schemas.training import Branch
 
 
 class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a verdict of the gates depends on besides the group, the version and the incarnation."""
+    """Everything that a verdict of the gates depends on besides the group, the version and the trainer's branches."""
 
     max_lag: int
     versions: Literal["mixed", "homogeneous"] = "mixed"
@@ -64,22 +67,37 @@ def lag_of(group: ReadyGroup, version: int) -> int:
     return version - group.oldest_version()
 
 
-def judge(group: ReadyGroup, version: int, incarnation: int, settings: GateSettings) -> Decision:
-    """Decide one group for the batch that updates `version`. The first gate that refuses gives the reason."""
+def judge(group: ReadyGroup, version: int, branches: Sequence[Branch], settings: GateSettings) -> Decision:
+    """Decide one group for the batch that updates `version` of the line that `branches` lead to.
+
+    The first gate that refuses gives the reason.
+    """
     return (
-        _infrastructure(group)
+        _lost(group)
+        or _infrastructure(group)
         or _trust(group)
         or _alignment(group, settings)
-        or _branch(group, version, incarnation)
+        or _branch(group, version, branches)
         or _freshness(group, version, settings)
         or _signal(group, settings)
         or Eligible(lag_of(group, version))
     )
 
 
+def _lost(group: ReadyGroup) -> Abandon | None:
+    lost: list[str] = []
+    for s in group.siblings:
+        if s.status in LOST:
+            what, seq = ("episode", s.episode_seq) if s.status == LOST_EPISODE else ("verdict", s.verdict_seq)
+            why = f"at EPISODES {seq} cannot be used" if seq else "is missing from EPISODES"
+            lost.append(f"slot {s.slot}: its {what} {why}")
+    return Abandon(AbandonReason.LOST_ITEM, "; ".join(lost)) if lost else None
+
+
 def _infrastructure(group: ReadyGroup) -> Abandon | None:
-    lost = [f"slot {s.slot}: {s.termination}" for s in group.siblings if s.termination in RETRYABLE]
-    return Abandon(AbandonReason.INFRA_ABORT, "; ".join(lost)) if lost else None
+    lost = [f"slot {s.slot}: {s.termination}" for s in group.siblings if s.termination in UNPLAYED]
+    poison = any(s.termination is Termination.POISON for s in group.siblings)
+    return Abandon(AbandonReason.POISON if poison else AbandonReason.INFRA_ABORT, "; ".join(lost)) if lost else None
 
 
 def _trust(group: ReadyGroup) -> Quarantine | None:
@@ -106,14 +124,17 @@ def _alignment(group: ReadyGroup, settings: GateSettings) -> Quarantine | None:
     return None
 
 
-def _branch(group: ReadyGroup, version: int, incarnation: int) -> Quarantine | None:
-    """A version above the one about to be updated, or of an older incarnation, is of a branch that the trainer has left."""
+def _branch(group: ReadyGroup, version: int, branches: Sequence[Branch]) -> Quarantine | None:
+    """Tokens of a dead branch come from weights that are no ancestor of those to be updated, so no lag measures their age."""
+    for sibling in _sampled(group):
+        for name in sibling.names():
+            if not on_line(branches, name.incarnation, name.newest_version):
+                left = min(b.version for b in branches if b.incarnation > name.incarnation)
+                detail = f"slot {sibling.slot}: version {name.newest_version} of incarnation {name.incarnation}, left at {left}"
+                return Quarantine(QuarantineReason.DEAD_BRANCH, detail)
     if group.newest_version() > version:
         detail = f"sampled under version {group.newest_version()}, which the trainer at {version} has not made"
         return Quarantine(QuarantineReason.INCARNATION, detail)
-    oldest = min(s.incarnation for s in _sampled(group))
-    if oldest < incarnation:
-        return Quarantine(QuarantineReason.INCARNATION, f"sampled under incarnation {oldest}, the trainer is in {incarnation}")
     return None
 
 

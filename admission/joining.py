@@ -7,9 +7,11 @@ groups in the same order, so a restart is a fold, and two banks can only write t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from schemas.group import ReadyGroup, Sibling
+import msgspec
+
+from schemas.group import LOST_EPISODE, LOST_VERDICT, IncarnationSpan, ReadyGroup, Sibling
 from schemas.lease import GroupLease
 from schemas.termination import Termination
 from schemas.trajectory import Episode, Verdict
@@ -17,7 +19,11 @@ from schemas.trajectory import Episode, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFact:
-    """What the bank keeps of one sealed episode. If its bytes are no episode (`readable` false), nothing else is known."""
+    """What the bank keeps of one sealed episode.
+
+    Where it is lost (`readable` false), nothing else is known: its bytes are no episode of this slot, or it is missing from the
+    log, which sequence 0 says.
+    """
 
     group: str
     slot: int
@@ -28,16 +34,18 @@ class EpisodeFact:
     termination: Termination = Termination.INFRA_ABORT
     oldest_version: int = -1
     newest_version: int = -1
-    incarnation: int = 0
+    incarnation: int = 0  # the oldest
+    incarnations: tuple[IncarnationSpan, ...] | msgspec.UnsetType = msgspec.UNSET
     sampled_tokens: int = 0
     total_tokens: int = 0
     turns: int = 0
     manifest: str = ""
+    task_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictFact:
-    """What the bank keeps of one verdict. An unreadable one counts as a verifier error, so that its group still ends."""
+    """What the bank keeps of one verdict. It is lost in the same ways as an episode."""
 
     group: str
     slot: int
@@ -68,11 +76,22 @@ def episode_fact(group: str, slot: int, seq: int, digest: str, episode: Episode)
         oldest_version=episode.oldest_version(),
         newest_version=episode.newest_version(),
         incarnation=min((span.incarnation for span in episode.versions), default=0),
+        incarnations=_incarnations(episode),
         sampled_tokens=sampled_tokens,
         total_tokens=episode.ids.shape[0] if episode.ids.shape else 0,
         turns=episode.turns,
         manifest=episode.manifest,
+        task_id=episode.task_id,
+        readable=(episode.group, episode.slot) == (group, slot),
     )
+
+
+def _incarnations(episode: Episode) -> tuple[IncarnationSpan, ...] | msgspec.UnsetType:
+    """The newest version of each incarnation, where the episode has tokens of several."""
+    newest: dict[int, int] = {}
+    for span in episode.versions:
+        newest[span.incarnation] = max(newest.get(span.incarnation, -1), span.version)
+    return tuple(IncarnationSpan(*item) for item in sorted(newest.items())) if len(newest) > 1 else msgspec.UNSET
 
 
 def verdict_fact(group: str, slot: int, seq: int, digest: str, verdict: Verdict) -> VerdictFact:
@@ -86,12 +105,14 @@ def verdict_fact(group: str, slot: int, seq: int, digest: str, verdict: Verdict)
         status=verdict.status,
         reward=verdict.reward,
         success=verdict.success,
+        readable=(verdict.group, verdict.slot) == (group, slot),
     )
 
 
 @dataclass(slots=True)
 class _Open:
     lease: GroupLease
+    lease_seq: int = 0
     episodes: dict[int, EpisodeFact] = field(default_factory=dict)
     verdicts: dict[int, VerdictFact] = field(default_factory=dict)
 
@@ -107,7 +128,8 @@ class Bank:
     """Open groups only; of a closed group nothing is kept but its name.
 
     `counters`: `duplicates` (a slot told twice; harmless), `settled` (facts of closed groups), `strays` (slots that no lease
-    has), `orphans` (facts of groups that nobody leased), `mismatched` (verdicts on other bytes than the sealed episode's).
+    has), `orphans` (facts of groups that nobody leased), `mismatched` (verdicts on other bytes than the sealed episode's),
+    `lost_items` (episodes and verdicts that are damaged or missing).
     """
 
     def __init__(self) -> None:
@@ -141,12 +163,26 @@ class Bank:
         self._open.pop(group, None)
         self._closed.add(group)
 
-    def lease(self, lease: GroupLease) -> None:
-        """A group was leased. A repeat changes nothing."""
+    def lost(self, leases_done: int, episodes_done: int) -> list[EpisodeFact | VerdictFact]:
+        """What is missing of the open groups though it was written: of every lease up to TASKS sequence `leases_done` all
+        episodes were sealed, of every episode up to EPISODES sequence `episodes_done` the verdict was given.
+        """
+        facts: list[EpisodeFact | VerdictFact] = []
+        for name, group in self._open.items():
+            for slot in range(group.lease.group_size):
+                episode = group.episodes.get(slot)
+                if episode is None and 0 < group.lease_seq <= leases_done:
+                    facts.append(EpisodeFact(group=name, slot=slot, seq=0, digest="", readable=False))
+                elif episode is not None and slot not in group.verdicts and 0 < episode.seq <= episodes_done:
+                    facts.append(VerdictFact(group=name, slot=slot, seq=0, digest="", readable=False))
+        return facts
+
+    def lease(self, lease: GroupLease, seq: int = 0) -> None:
+        """A group was leased, at sequence `seq` of TASKS. A repeat changes nothing."""
         if self.knows(lease.group):
             self.counters["duplicates"] += lease.group in self._open
             return
-        self._open[lease.group] = _Open(lease)
+        self._open[lease.group] = _Open(lease, seq)
 
     def episode(self, fact: EpisodeFact) -> ReadyGroup | None:
         """An episode was sealed. Gives the group if that made it whole."""
@@ -156,6 +192,8 @@ class Bank:
         if fact.slot in group.episodes:
             self.counters["duplicates"] += 1
             return None
+        if fact.readable and fact.task_id != group.lease.task_id:  # of another lease of this name
+            fact = replace(fact, readable=False)
         group.episodes[fact.slot] = fact
         return self._finished(group)
 
@@ -202,8 +240,11 @@ class Bank:
 
     def _sibling(self, episode: EpisodeFact, verdict: VerdictFact | None) -> Sibling:
         judged = verdict or VerdictFact(group=episode.group, slot=episode.slot, seq=0, digest="")
-        trusted = episode.readable and judged.readable and judged.episode_digest == episode.digest
-        self.counters["mismatched"] += verdict is not None and not trusted
+        whole = episode.readable and judged.readable
+        trusted = whole and judged.episode_digest == episode.digest
+        lost = LOST_EPISODE if not episode.readable else LOST_VERDICT
+        self.counters["mismatched"] += whole and not trusted
+        self.counters["lost_items"] += not whole
         return Sibling(
             slot=episode.slot,
             episode_seq=episode.seq,
@@ -211,12 +252,13 @@ class Bank:
             verdict_seq=judged.seq,
             verdict_digest=judged.digest,
             termination=episode.termination,
-            status=judged.status if trusted else "verifier_error",
+            status=(judged.status if trusted else "verifier_error") if whole else lost,
             reward=judged.reward if trusted else None,
             success=judged.success if trusted else None,
             oldest_version=episode.oldest_version,
             newest_version=episode.newest_version,
             incarnation=episode.incarnation,
+            incarnations=episode.incarnations,
             sampled_tokens=episode.sampled_tokens,
             total_tokens=episode.total_tokens,
             turns=episode.turns,

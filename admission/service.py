@@ -3,46 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Sequence
 
 import structlog
 
 from admission.assembly import Assembly, decide
 from admission.gates import GateSettings
+from admission.losses import lost_entries
+from admission.presence import lost_items
 from schemas.codec import CodecError, decode_any
 from schemas.group import ReadyGroup
-from schemas.health import Heartbeat
+from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, QuarantineEntry
-from schemas.table import Role, Stream
+from schemas.table import Stream
 from schemas.training import BatchDemand, StepCommit
-from services.bus import Bus, BusError, Fenced
+from services.bus import BusError, Fenced, Item
 from services.config import Config
-from services.consume import read_latest
+from services.continuity import Hole
+from services.dead_letters import pass_over
 from services.feed import Arrival, Feed, Source
+from services.ownership import Ownership
+from services.pull import Damaged
 from services.runtime import ServiceContext
 from services.standing_wait import StandingWait
 
 log = structlog.get_logger()
 _TURN_S = 0.5
 _NAMED_WAIT_S = 600.0
-_STANDBY = "standby"
 
 
 async def serve(context: ServiceContext) -> None:
     """Decide batches until `context.stop`.
 
-    Consumes: READY, TRAIN and LEDGER, each from its beginning.
+    Consumes: TASKS, READY, TRAIN and LEDGER, each from its beginning; of EPISODES, whether what a batch names is there.
     Produces: LEDGER; every append is fenced by the stream's last sequence.
-    Waits for: a demand (names the trainer), or enough eligible groups (names bank, rollouter and verifier); as a standby, for
-    the silence of the active writer.
-    On error: an unreadable item is logged, counted and passed over, except in LEDGER, where it ends the service. A refused
-    append means that another writer is active: this one reads on and decides nothing until the other's heartbeat stands still.
+    Waits for: the ownership, by its holder's name, while it folds along; then a demand (names the trainer), or enough eligible
+    groups (names bank, rollouter and verifier).
+    On error: an item that cannot be read is passed over with an alarm, and a group that lost an item is abandoned with its
+    name; in LEDGER, damage and holes end the service, since nothing may be decided beside a partial ledger. A refused append
+    means that an owner before this one was still writing: this one reads on and decides again. A lost ownership ends it.
     On stop: ends between two appends.
     """
-    feed = Feed(context.bus, (Source(Stream.LEDGER), Source(Stream.READY), Source(Stream.TRAIN)))
+    feed = Feed(context.bus, [Source(stream) for stream in (Stream.LEDGER, Stream.READY, Stream.TRAIN, Stream.TASKS)])
+    ownership, ended = Ownership(context), asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(feed.run(context.stop), name="feed")
-        await _Admission(context, feed).work()
+        group.create_task(ownership.hold(ended), name="ownership")
+        try:
+            await _Admission(context, feed, ownership).work()
+        finally:
+            ended.set()
+
+
+class LedgerDamaged(BusError):
+    """LEDGER lacks entries that were written. Nothing is decided beside a partial ledger."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}; nothing can be decided on a partial ledger: restore the store from a copy, or begin a new run"
+        )
 
 
 def gate_settings(config: Config) -> GateSettings:
@@ -56,46 +75,55 @@ def gate_settings(config: Config) -> GateSettings:
 class _Admission:
     """The assembly core with its reads and writes."""
 
-    def __init__(self, context: ServiceContext, feed: Feed) -> None:
+    def __init__(self, context: ServiceContext, feed: Feed, ownership: Ownership) -> None:
         self.context = context
         self.bus = context.bus
         self.health = context.health
         self.feed = feed
+        self.ownership = ownership
         self.state = Assembly()
         self.settings = gate_settings(context.config)
         self.waiting = StandingWait(context.health, _NAMED_WAIT_S)
-        self.standby: _Standby | None = None
 
     async def work(self) -> None:
         """The loop: take what came, decide, append, say what is waited for."""
         while not self.context.stop.is_set():
             for arrival in await self.feed.take(_TURN_S):
-                self.fold(arrival)
+                await self.fold(arrival)
             if not self.feed.complete:
                 self.waiting.on("the recorded streams", f"nats-server: {self.feed.behind()}", "nothing is decided before")
                 continue
+            if not self.ownership.held:
+                self.waiting.over()
+                continue
             if self.health.phase == "starting":
                 self.context.ready()
-            if self.standby is not None and not await self._may_take_over(self.standby):
-                continue
             await self.append_decisions()
             self.report()
         self.waiting.over()
 
-    def fold(self, arrival: Arrival) -> None:
-        """One item into the state. One that cannot be read is logged, counted and passed over."""
-        item = arrival.item
-        if item is None:
+    async def fold(self, arrival: Arrival) -> None:
+        """One item into the state. One that cannot be read is passed over; READY then has lost its group."""
+        damage = arrival.damage
+        if arrival.item is None:
+            if damage is not None and arrival.stream is Stream.LEDGER:
+                raise self.damaged_ledger(str(damage) if isinstance(damage, Hole) else damage.reason)
+            if isinstance(damage, Damaged):
+                await self.pass_over(damage.item, damage)
             return
+        item = arrival.item
         try:
             message = decode_any(item.data)
+            if isinstance(message, ReadyGroup) and not message.stands_on(item.subject):
+                raise CodecError(f"it is the entry of {message.group}")
         except CodecError as error:
-            if arrival.stream is Stream.LEDGER:  # deciding on would contradict what stands there
-                raise BusError(f"{item.subject}: ledger entry {item.seq} cannot be read: {error}") from error
-            log.error("unreadable", subject=item.subject, seq=item.seq, error=str(error))
-            self.health.count("unreadable")
+            if arrival.stream is Stream.LEDGER:
+                raise self.damaged_ledger(f"{item.subject}: entry {item.seq} cannot be read: {error}") from error
+            await self.pass_over(item, item, error)
             return
         match message:
+            case GroupLease():
+                self.state.lease(message)
             case ReadyGroup(purpose="train"):
                 self.state.ready(item.seq, message)
             case BatchDemand():
@@ -105,19 +133,61 @@ class _Admission:
             case BatchEntry() | QuarantineEntry() | AbandonEntry():
                 self.state.entry(item.seq, message)
 
+    async def pass_over(self, item: Item, found: Item | Damaged, error: CodecError | None = None) -> None:
+        """Go on without an item."""
+        await pass_over(self.bus, found, error)
+        kind, _, group = item.subject.removeprefix(self.bus.subjects.prefix).rpartition(".")
+        if kind == "ready":
+            self.state.unusable(item.seq, group)
+
+    def damaged_ledger(self, what: str) -> LedgerDamaged:
+        """The error to raise."""
+        self.bus.alarm("ledger_damaged", what=what)
+        return LedgerDamaged(what)
+
+    def entries(self) -> Sequence[LedgerEntry]:
+        """What the ledger lacks: first the groups that lost something, then what answers the demand."""
+        lost = lost_entries(self.state, self.bus.run, self.settings.hash())
+        return lost or decide(self.state, self.settings)
+
     async def append_decisions(self) -> None:
-        """Append what the ledger lacks. A refusal, or our very bytes by another hand, ends the turn."""
-        while not self.context.stop.is_set() and (entries := decide(self.state, self.settings)):
+        """Append what the ledger lacks. A refusal ends the turn: what stands there instead is folded first."""
+        while not self.context.stop.is_set() and (entries := self.entries()):
             for entry in entries:
+                if isinstance(entry, BatchEntry) and not await self.can_be_handed_over(entry):
+                    return
+                await self.ownership.confirm()
                 try:
                     published = await self.bus.append(self._subject(entry), entry, after=self.state.ledger_seq)
                 except Fenced as error:
-                    await self._stand_by(str(error))
+                    log.warning("append refused", reason=str(error))
+                    self.health.count("fenced")
                     return
                 self.state.entry(published.seq, entry)
                 self._log(entry, published.seq)
-                if published.duplicate and await self._stand_by("another writer appended the same decision"):
-                    return
+
+    async def can_be_handed_over(self, batch: BatchEntry) -> bool:
+        """Whether everything that a batch names is in the store; what is not is noted as lost.
+
+        A step that is committed without its batch means that the ledger lost entries. It is then decided again, as the same
+        inputs give the same decision; raises `LedgerDamaged` where they do not.
+        """
+        names = tuple(member.group for member in batch.groups)
+        committed = self.state.committed(batch.step)
+        if committed is not None:
+            if await self.bus.last_sequence(Stream.LEDGER) != self.state.ledger_seq:
+                return False
+            if committed != names:
+                raise self.damaged_ledger(
+                    f"LEDGER has no batch {batch.step}, which was committed with {committed}; decided now: {names}"
+                )
+            self.bus.alarm("ledger_restored", step=batch.step, after=self.state.ledger_seq)
+            return True
+        lost = await lost_items(self.bus, [self.state.open_group(name) for name in names])
+        for group, item in lost.items():
+            self.bus.alarm("lost_items", group=group, stream=item.stream, seq=item.seq)
+            self.state.lose(group, item)
+        return not lost
 
     def _subject(self, entry: LedgerEntry) -> str:
         if isinstance(entry, BatchEntry):
@@ -133,31 +203,6 @@ class _Admission:
         else:
             log.info("turned away", group=entry.group, reason=str(entry.reason), detail=entry.detail, seq=seq)
 
-    async def _stand_by(self, reason: str) -> bool:
-        """Become the standby of a living rival; false when there is none, so that this writer may go on."""
-        rival = await find_rival(self.bus)
-        log.warning(
-            "append refused" if rival else "append repeated", reason=reason, rival=rival.instance if rival else "none alive"
-        )
-        self.health.count("fenced")
-        if rival is None:
-            return False
-        self.standby = _Standby(rival, self.context.config.telemetry.heartbeat_s)
-        self.health.set(_STANDBY, 1)
-        self.waiting.on(
-            "the active writer to end", f"admission {rival.instance} on {rival.host}", "take over once it is silent"
-        )
-        return True
-
-    async def _may_take_over(self, standby: _Standby) -> bool:
-        if not await standby.over(self.bus):
-            return False
-        log.info("taking over", silent=standby.rival.instance)
-        self.standby = None
-        self.health.set(_STANDBY, 0)
-        self.waiting.over()
-        return True
-
     def report(self) -> None:
         """Counters, and for whom the ledger waits."""
         for name, value in self.state.counters.items():
@@ -165,53 +210,9 @@ class _Admission:
         self.health.set("depth", self.state.depth())
         self.health.set("max_lag", max(self.state.last_lags, default=0))
         held = self.state.outstanding()
-        if self.standby is not None:
-            return
         if held is None:
             self.waiting.on(
                 f"the demand after step {self.state.step_committed}", "trainer", "the wait goes on; groups stay ready"
             )
         else:
             self.waiting.on(f"eligible groups for step {held[1].step}", "bank, rollouter, verifier", "the wait goes on")
-
-
-async def find_rival(bus: Bus) -> Heartbeat | None:
-    """Another admission instance that has said that it works; `None` if there is none."""
-    beats = await _heartbeats(bus)
-    rivals = [beat for beat in beats if beat.phase in ("starting", "ready") and not beat.counters.get(_STANDBY)]
-    return max(rivals, key=lambda beat: beat.at_ns, default=None)
-
-
-async def _heartbeats(bus: Bus) -> list[Heartbeat]:
-    beats: list[Heartbeat] = []
-    for item in await read_latest(bus, Stream.REGISTRY, f"reg.service.{Role.ADMISSION}.*"):
-        try:
-            beat = item.decode(Heartbeat)
-        except CodecError as error:
-            log.warning("unreadable heartbeat", subject=item.subject, error=str(error))
-            continue
-        if beat.instance != bus.instance:
-            beats.append(beat)
-    return beats
-
-
-class _Standby:
-    """Watches the active writer's heartbeat by our own clock: over when it says goodbye, stands by itself, or stands still."""
-
-    def __init__(self, rival: Heartbeat, heartbeat_s: float) -> None:
-        self.rival = rival
-        self._silence_s = 3 * heartbeat_s + 1.0
-        self._look_every_s = heartbeat_s
-        self._looked = self._changed = time.monotonic()
-
-    async def over(self, bus: Bus) -> bool:
-        now = time.monotonic()
-        if now - self._looked < self._look_every_s:
-            return False
-        self._looked = now
-        rival = await find_rival(bus)
-        if rival is None:
-            return True
-        if (rival.instance, rival.at_ns) != (self.rival.instance, self.rival.at_ns):
-            self.rival, self._changed = rival, now
-        return now - self._changed > self._silence_s

@@ -29,22 +29,31 @@ class Acted:
     timed_out: bool = False
     dropped_bytes: int = 0
     exit_code: int | None = None
-    command_id: str = ""
-    lane: str = ""
+    lane: str = ""  # empty: nothing was sent to the sandbox
     state_after: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn, complete, for the journal."""
+    """One turn before its action is carried out, for the journal."""
 
     number: int
     fed: Ids  # [P] tokens that this turn added before sampling
     sampled: Sampled
+    previous: Acted | None  # what the turn before did
     action: Action
-    acted: Acted
     started_ns: int
     generated_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastTurn:
+    """A turn that the journal holds: it is taken up token for token. `acted` is None for the last one, which acts again."""
+
+    fed: Ids  # [P]
+    sampled: Sampled
+    action: Action
+    acted: Acted | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +63,7 @@ class Played:
     termination: Termination
     row: Row
     invalid_actions: int = 0
+    last: Acted | None = None  # what the last turn did
 
 
 class Seat(Protocol):
@@ -66,14 +76,17 @@ class Seat(Protocol):
     def context_tokens(self) -> int:
         """Tokens that the whole row may have."""
 
+    def past(self, turn: int) -> PastTurn | None:
+        """The turn as it was played before a takeover."""
+
     async def sample(self, turn: int, prompt: Ids, max_tokens: int) -> Sampled:
         """The policy's continuation of `prompt` (int32 [P])."""
 
-    async def act(self, turn: int, call: ToolCall) -> Acted:
-        """Run one tool call in the sandbox."""
-
     async def record(self, turn: Turn) -> None:
-        """Journal one turn; confirmed before the episode is sealed."""
+        """Journal one turn. Before its action is carried out, and once only."""
+
+    async def act(self, turn: int, call: ToolCall) -> Acted:
+        """Run a recorded turn's tool call in the sandbox; the same turn's again gives the same result."""
 
 
 class Agent(Protocol):
@@ -85,10 +98,10 @@ class Agent(Protocol):
 class LoopAgent:
     """One action per turn until the agent finishes or a budget is used up.
 
-    Consumes: the task and, per turn, sampled tokens and an observation. Produces: the row and every turn's record. An action
-    that does not parse costs its turn, has no side effect, and its error is the observation. On a command's time-out the agent
-    reads so and goes on, a bounded number of times. Ends: agent_finish, agent_abstain, task_budget, tool_timeout,
-    token_truncation.
+    Consumes: the task and, per turn, sampled tokens and an observation. Produces: the row and every turn's record. Turns that
+    the journal holds are taken up as they are, and the play goes on after them. An action that does not parse costs its turn,
+    has no side effect, and its error is the observation. On a command's time-out the agent reads so and goes on, a bounded
+    number of times. Ends: agent_finish, agent_abstain, task_budget, tool_timeout, token_truncation.
     """
 
     def __init__(self, renderer: ChatRenderer, parser: ActionParser) -> None:
@@ -98,37 +111,59 @@ class LoopAgent:
     async def play(self, seat: Seat) -> Played:
         task, row = seat.task, Row()
         invalid = timeouts = 0
-        fed = self._renderer.opening(task.system_prompt, task.instruction, task.tools)
+        sampled: Sampled | None = None
+        acted: Acted | None = None
+
+        def ended(how: Termination) -> Played:
+            return Played(termination=how, row=row, invalid_actions=invalid, last=acted)
+
         for turn in range(task.budget.max_turns):
+            past = seat.past(turn)
+            fed = past.fed if past is not None else self._prompt(task, sampled, acted)
             room = seat.context_tokens - row.length - fed.shape[0]
             if room < 1:
-                return Played(termination=Termination.TOKEN_TRUNCATION, row=row, invalid_actions=invalid)
+                return ended(Termination.TOKEN_TRUNCATION)
             row.feed(fed)
-            started = time.time_ns()
-            sampled = await seat.sample(turn, row.ids(), min(task.budget.max_action_tokens, room))
-            generated = time.time_ns()
+            if past is None:
+                sampled, action = await self._sample(seat, turn, fed, row, acted, room)
+            else:
+                sampled, action = past.sampled, past.action
             row.sampled(sampled)
-            action = self._parse(sampled)
-            acted = await self._act(seat, turn, action)
+            acted = past.acted if past is not None and past.acted is not None else await self._act(seat, turn, action)
             invalid += acted.refused
             timeouts += acted.timed_out
-            await seat.record(
-                Turn(
-                    number=turn,
-                    fed=fed,
-                    sampled=sampled,
-                    action=action,
-                    acted=acted,
-                    started_ns=started,
-                    generated_ns=generated,
-                )
-            )
             cut_by_context = sampled.finish_reason == "length" and room < task.budget.max_action_tokens
             ending = _ending(action, timeouts, cut_by_context)
             if ending is not None:
-                return Played(termination=ending, row=row, invalid_actions=invalid)
-            fed = self._renderer.after_turn(sampled.ids, OBSERVATION_ROLE, acted.text)
-        return Played(termination=Termination.TASK_BUDGET, row=row, invalid_actions=invalid)
+                return ended(ending)
+        return ended(Termination.TASK_BUDGET)
+
+    def _prompt(self, task: Task, sampled: Sampled | None, acted: Acted | None) -> Ids:
+        """What the next turn adds to the row: the opening, or the glue around the observation. [P]"""
+        if sampled is None or acted is None:
+            return self._renderer.opening(task.system_prompt, task.instruction, task.tools)
+        return self._renderer.after_turn(sampled.ids, OBSERVATION_ROLE, acted.text)
+
+    async def _sample(
+        self, seat: Seat, turn: int, fed: Ids, row: Row, previous: Acted | None, room: int
+    ) -> tuple[Sampled, Action]:
+        """Sample, parse and journal one turn; its action is still to be carried out."""
+        started = time.time_ns()
+        sampled = await seat.sample(turn, row.ids(), min(seat.task.budget.max_action_tokens, room))
+        generated = time.time_ns()
+        action = self._parse(sampled)
+        await seat.record(
+            Turn(
+                number=turn,
+                fed=fed,
+                sampled=sampled,
+                previous=previous,
+                action=action,
+                started_ns=started,
+                generated_ns=generated,
+            )
+        )
+        return sampled, action
 
     def _parse(self, sampled: Sampled) -> Action:
         action = self._parser.parse(self._renderer.decode(sampled.ids), sampled.ids, sampled.finish_reason)

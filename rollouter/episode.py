@@ -1,7 +1,8 @@
-"""One attempt at one slot: reset, play, seal, and the trajectory that comes of it."""
+"""One attempt at one slot: reset or rejoin, play, seal, and the trajectory that comes of it."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from rollouter.agent import Acted, Agent, Played, Turn
+from rollouter.agent import Acted, Agent, PastTurn, Played, Turn
 from rollouter.chat import observation_text
 from rollouter.generation import Conversation, Generation
 from rollouter.journal import AttemptName, Journal, command_id
 from rollouter.rows import Ids, Row, Sampled
-from rollouter.sandbox_client import Sandbox, Sandboxes
+from rollouter.sandbox_client import Sandbox, Sandboxes, SandboxLost
+from rollouter.takeover import PastAttempt
 from schemas.actions import ToolCall
 from schemas.arrays import Array
 from schemas.sandbox import SandboxResult
@@ -45,76 +47,112 @@ class Stage:
     rollouter: str
 
 
-async def play_attempt(stage: Stage, agent: Agent, name: AttemptName, task: Task) -> Episode:
-    """Play one attempt and give its sealed trajectory; the caller publishes it.
+async def play_attempt(
+    stage: Stage, agent: Agent, name: AttemptName, task: Task, journal: Journal, past: PastAttempt | None
+) -> Episode:
+    """Play one attempt, from its beginning or after what the journal holds of it, and give its sealed trajectory.
 
-    Consumes: tokens and sandbox results. Produces: the attempt's turns. Whatever happens, the sandbox is sealed or discarded.
-    Raises `SandboxLost` and `GenerationFailed` (worth another attempt), `AttemptTaken` (another process works on this group),
-    or `EpisodeBroken`.
+    Consumes: tokens and sandbox results. Produces: the attempt's records. On an error or a cancellation the sandbox stays where
+    it is if the journal names it: whoever goes on decides about it. Raises `SandboxLost` and `GenerationFailed` (worth another
+    attempt), `AttemptTaken` (another process holds the slot), or `EpisodeBroken`.
     """
-    started_ns = time.time_ns()
     foreign = [tool.name for tool in task.tools if tool.name != SHELL_TOOL]
     if foreign:
         raise EpisodeBroken(f"task {task.task_id} declares tool {foreign[0]!r}; this rollouter runs {SHELL_TOOL!r} only")
-    box_name = f"{name.session()}-{uuid4().hex[:8]}"
-    owner = f"{name.lease.group}/{name.slot}/{name.attempt}"
-    box: Sandbox | None = None
-    sealed = False
+    started_ns = time.time_ns() if past is None else past.started_ns
     try:
-        box = await stage.sandboxes.reset(box_name, owner, task.files)
-        if name.lease.base_snapshot and box.state_hash != name.lease.base_snapshot:
-            raise EpisodeBroken(f"a reset of {task.task_id} gave state {box.state_hash[:24]}, not the lease's base snapshot")
-        async with Journal(stage.bus, name, box.executor, box.state_hash) as journal:
-            played = await agent.play(SandboxSeat(stage, name, task, box, journal))
-            result = await stage.sandboxes.seal(box)
-            sealed = True
-            await journal.confirm()
+        if past is None:
+            box = await begin(stage, name, task)
+            await journal.open(box, started_ns)
+        else:
+            box = await rejoin(stage, past)
+            journal.rejoin(box)
+        played = await agent.play(SandboxSeat(stage, name, task, box, journal, () if past is None else past.turns))
+        if played.last is not None and played.last.lane and not (past is not None and past.played):
+            await journal.played(played.last)
+        await journal.confirm()
+        result = await stage.sandboxes.seal(box)
         return episode_of(name, played, box.executor, result.state, stage.rollouter, started_ns)
+    except asyncio.CancelledError:
+        await journal.settle()
+        raise
     finally:
         stage.generation.fleet.forget(name.session())
-        if box is not None and not sealed:
-            await stage.sandboxes.discard(box.name, box.executor)
+
+
+async def begin(stage: Stage, name: AttemptName, task: Task) -> Sandbox:
+    """A fresh sandbox at the task's initial state. Raises `SandboxLost` or `EpisodeBroken`."""
+    owner = f"{name.lease.group}/{name.slot}/{name.attempt}"
+    box = await stage.sandboxes.reset(f"{name.session()}-{uuid4().hex[:8]}", owner, task.files)
+    if name.lease.base_snapshot and box.state_hash != name.lease.base_snapshot:
+        await stage.sandboxes.discard(box.name, box.executor)
+        raise EpisodeBroken(f"a reset of {task.task_id} gave state {box.state_hash[:24]}, not the lease's base snapshot")
+    return box
+
+
+async def rejoin(stage: Stage, past: PastAttempt) -> Sandbox:
+    """The living sandbox of an attempt. Raises `SandboxLost` unless it stands where the journal says."""
+    standing = await stage.sandboxes.attach(past.box)
+    if not past.stands(standing.state_hash, standing.last_command):
+        raise SandboxLost(
+            f"{past.box.name} on {past.box.executor} stands at {standing.state_hash[:24]} after command "
+            f"{standing.last_command or 'none'}; the journal says {past.box.state_hash[:24]} after {past.ran or 'none'}"
+        )
+    return past.box
 
 
 class SandboxSeat:
     """The seat of one attempt; see `rollouter.agent.Seat`."""
 
-    def __init__(self, stage: Stage, name: AttemptName, task: Task, box: Sandbox, journal: Journal) -> None:
+    def __init__(
+        self, stage: Stage, name: AttemptName, task: Task, box: Sandbox, journal: Journal, past: tuple[PastTurn, ...]
+    ) -> None:
         self.task = task
         self.context_tokens = stage.context_tokens
         self._stage = stage
         self._name = name
         self._box = box
         self._journal = journal
-        self._who = Conversation(session=name.session(), group=name.lease.group)
+        self._past = past
+        self._who = Conversation(session=name.session(), group=name.lease.group, name=str(name))
         self._sampling = SamplingConfig()
+
+    def past(self, turn: int) -> PastTurn | None:
+        return self._past[turn] if turn < len(self._past) else None
 
     async def sample(self, turn: int, prompt: Ids, max_tokens: int) -> Sampled:
         self._sampling = turn_sampling(self._name, turn, max_tokens, self._stage.stop_token_ids)
         return await self._stage.generation.sample(self._who, prompt, self._sampling)
 
-    async def act(self, turn: int, call: ToolCall) -> Acted:
-        command, name = call.arguments.get(SHELL_ARGUMENT), command_id(self._box.name, turn)
-        if not isinstance(command, str):
-            return Acted(raw=REFUSED_TEXT.encode(), text=REFUSED_TEXT, refused=True)
-        result = await self._stage.sandboxes.command(self._box, name, command, self.task.budget.command_timeout_s)
-        return acted_of(result, name, self._stage.observation_chars)
-
     async def record(self, turn: Turn) -> None:
-        await self._journal.record(turn, self._sampling)
+        runs = isinstance(turn.action, ToolCall) and command_of(turn.action) is not None
+        await self._journal.record(turn, command_id(self._box.name, turn.number) if runs else "", self._sampling)
+
+    async def act(self, turn: int, call: ToolCall) -> Acted:
+        command = command_of(call)
+        if command is None:
+            return Acted(raw=REFUSED_TEXT.encode(), text=REFUSED_TEXT, refused=True)
+        await self._journal.confirm()  # a command may only run if whoever takes over would run the same one
+        name, timeout_s = command_id(self._box.name, turn), self.task.budget.command_timeout_s
+        return acted_of(await self._stage.sandboxes.command(self._box, name, command, timeout_s), self._stage.observation_chars)
 
 
-def acted_of(result: SandboxResult, name: str, limit_chars: int) -> Acted:
+def command_of(call: ToolCall) -> str | None:
+    """The shell line of a tool call; None if it has none."""
+    command = call.arguments.get(SHELL_ARGUMENT)
+    return command if isinstance(command, str) else None
+
+
+def acted_of(result: SandboxResult, limit_chars: int) -> Acted:
     """The observation of one command; a command that cannot be run is an error that the agent reads."""
     if result.status == "refused":
-        return Acted(raw=result.error.encode(), text=REFUSED_TEXT, refused=True, command_id=name, lane=result.lane)
+        return Acted(raw=result.error.encode(), text=REFUSED_TEXT, refused=True, lane=result.lane)
     return Acted(
         raw=result.stdout + result.stderr,
         text=observation_text(result.stdout, result.stderr, result.exit_code, result.timed_out, limit_chars),
         timed_out=result.timed_out,
         dropped_bytes=result.dropped_bytes,
         exit_code=result.exit_code,
-        command_id=name,
         lane=result.lane,
         state_after=result.state_hash,
     )

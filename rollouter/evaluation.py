@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from schemas.group import ReadyGroup, Sibling
+import msgspec
+
+from schemas.group import LOST_VERDICT, ReadyGroup, Sibling
 from schemas.lease import GroupLease
 from schemas.task import Split
+from schemas.termination import Termination
 from schemas.training import EvalResult, SplitScore
 
 HELDOUT: tuple[Split, ...] = ("heldout_instance", "heldout_template")
@@ -84,10 +87,15 @@ class EvalBook:
     def __init__(self) -> None:
         self.done: set[str] = set()
         self._points: dict[str, _Progress] = {}
+        self._leases: dict[str, GroupLease] = {}
+        self._lost: dict[str, int] = {}  # group whose graded entry cannot be used -> the server's time of it
 
     def lease(self, lease: GroupLease) -> None:
         """An evaluation group was leased; the caller tells each once."""
         self._at(lease.eval_point).leased += 1
+        self._leases[lease.group] = lease
+        if lease.group in self._lost:
+            self.lost(lease.group, self._lost[lease.group])
 
     def lease_stored(self, point: str, time_ns: int) -> None:
         """When the server stored a lease of the point."""
@@ -100,6 +108,12 @@ class EvalBook:
             progress = self._at(group.eval_point)
             progress.graded[group.group] = group
             progress.last_ns = max(progress.last_ns, time_ns)
+
+    def lost(self, group: str, time_ns: int) -> None:
+        """What stands on `graded.<group>` cannot be used, so nobody will ever know its attempts: they count as censored."""
+        self._lost[group] = time_ns
+        if lease := self._leases.get(group):
+            self.graded(lost_group(lease), time_ns)
 
     def result(self, point: str) -> None:
         """The point's result is published; its groups are no longer needed."""
@@ -132,6 +146,42 @@ class EvalBook:
 
     def _at(self, point: str) -> _Progress:
         return self._points.setdefault(point, _Progress())
+
+
+def lost_group(lease: GroupLease) -> ReadyGroup:
+    """A whole group of which nothing is known but its lease."""
+    nothing = Sibling(
+        slot=0,
+        episode_seq=0,
+        episode_digest="",
+        verdict_seq=0,
+        verdict_digest="",
+        termination=Termination.INFRA_ABORT,
+        status=LOST_VERDICT,
+        reward=None,
+        success=None,
+        oldest_version=-1,
+        newest_version=-1,
+        incarnation=0,
+        sampled_tokens=0,
+        total_tokens=0,
+        turns=0,
+        manifest="",
+    )
+    return ReadyGroup(
+        run=lease.run,
+        group=lease.group,
+        ordinal=lease.ordinal,
+        purpose=lease.purpose,
+        task_id=lease.task_id,
+        family=lease.family,
+        template=lease.template,
+        split=lease.split,
+        manifest=lease.manifest,
+        group_size=lease.group_size,
+        siblings=tuple(msgspec.structs.replace(nothing, slot=slot) for slot in range(lease.group_size)),
+        eval_point=lease.eval_point,
+    )
 
 
 def current_point(settings: EvalSettings, book: EvalBook, committed_steps: int, serving: int) -> Point | None:

@@ -31,10 +31,11 @@ class GenerationFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Whose turns these are: `session` keeps an engine's prefix, `group` is what siblings share."""
+    """Whose turns these are: `session` keeps an engine's prefix, `group` is what siblings share, `name` is for people."""
 
     session: str
     group: str
+    name: str
 
 
 class Generation:
@@ -96,7 +97,7 @@ class Generation:
         settled = False
         try:
             at_deadline = "the turn is issued to another engine"
-            with self._health.waiting(f"tokens of {who.session}", engine, self._timeout_s, at_deadline):
+            with self._health.waiting(f"tokens of {who.name}", engine, self._timeout_s, at_deadline):
                 result = await self._replies.ask(
                     request.request_id,
                     lambda: self._bus.publish(self._bus.subjects.generate(engine), request),

@@ -1,38 +1,79 @@
-"""The siblings of one lease: each slot is played, retried within its budget, and sealed once."""
+"""The siblings of one lease: each slot is played, taken over, retried within its budget, and sealed once."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import structlog
 
 from rollouter.agent import Agent
+from rollouter.claims import Claims, NotClaimed, PastClaims
 from rollouter.episode import EpisodeBroken, Stage, aborted_episode, play_attempt
 from rollouter.generation import GenerationFailed
-from rollouter.journal import AttemptName, AttemptTaken, past_attempts
+from rollouter.journal import AttemptName, AttemptTaken, Holder, Journal, SlotLog
 from rollouter.sandbox_client import SandboxLost
+from rollouter.takeover import PastAttempt, SlotHistory, histories
+from schemas.attempts import AttemptReason
 from schemas.lease import GroupLease
 from schemas.table import Stream
 from schemas.task import Task, TaskSuite
 from schemas.termination import Termination
 from schemas.trajectory import Episode
-from services.bus import BusError, OnceConflict
+from services.bus import BusError, IntegrityError, OnceConflict
+from services.consume import read_events
 from services.health import Health
 from services.tracing import span
 
 log = structlog.get_logger()
-MAX_TAKEOVERS = 5  # attempts beyond a slot's retries that takeovers may use before the slot counts as poisonous
+MAX_TAKEOVERS = 5  # holders that a group may lose; then it counts as poisonous
+SUSPECT_AFTER = 2  # lost holders after which a group is played without another such beside it
+_SHUT_OUT_TRIES = 8  # a holder that still appends can win so often at most, since a turn takes longer than a read
+_ALONE_S = 3600.0
+_TERMINATIONS: dict[AttemptReason, Termination] = {
+    "cancelled": Termination.SCHEDULER_CANCEL,
+    "poison": Termination.POISON,
+}
+
+
+class GroupTaken(Exception):
+    """Another process holds this group now; nothing here goes on with it."""
+
+
+class AttemptFailed(Exception):
+    """An attempt was given up, and the journal says so."""
+
+    def __init__(self, reason: AttemptReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason: AttemptReason = reason
+
+
+class OtherBehaviour(Exception):
+    """The lease was made for another behaviour manifest than this process plays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where one slot stands when its play here begins."""
+
+    number: int
+    log: SlotLog
+    attempt: int = 0
+    past: PastAttempt | None = None
+    aborts: int = 0  # retries that are used up
 
 
 class Groups:
     """Plays groups until every slot has its sealed episode.
 
-    Consumes: a lease. Produces: `episode.<group>.<slot>`, once per slot. Waits for: nothing but its episodes, each of which has
-    its own deadlines. On error: an infrastructure abort of a slot is retried and the finished siblings are kept; beyond its
-    budget, or when its data are broken, the slot is sealed as an abort. On cancellation: sandboxes are discarded, sealed slots
-    stay sealed, and whoever gets the lease next goes on from there.
+    Consumes: a lease. Produces: claims, attempts, and `episode.<group>.<slot>`, once per slot. Waits for: its episodes, each of
+    which has its own deadlines; a group that has lost several holders also waits until no other such group is in play here. On
+    error: an infrastructure abort of a slot is retried from the base snapshot and the finished siblings are kept; beyond its
+    budget, or when its data are broken, the slot is sealed as an abort. A group that has lost more than `MAX_TAKEOVERS` holders
+    is sealed as poison. On cancellation: what the journal names stays as it is, and whoever gets the lease next continues it.
     """
 
     def __init__(
@@ -43,73 +84,200 @@ class Groups:
         self._manifest = manifest
         self._agent_for = agent_for
         self._health = health
+        self._claims = Claims(stage.bus, stage.rollouter)
+        self._held: dict[str, int] = {}  # group -> our claim
+        self._suspect = asyncio.Lock()
+        self._suspected = ""
 
     async def play(self, lease: GroupLease) -> None:
-        """Returns when all slots are sealed, by this process or by another one."""
+        """Returns when all slots are sealed, by this process or by another one. Raises `NotClaimed` or `GroupTaken`."""
+        self._held.pop(lease.group, None)
+        if await self._claims.first(lease.group):
+            self._held[lease.group] = 0
+            holder = Holder(rollouter=self._stage.rollouter, claim=0)
+            slots = [Slot(number=n, log=SlotLog(self._stage.bus, lease.group, n, holder)) for n in range(lease.group_size)]
+            await self._play_slots(lease, slots)
+        elif await self._missing_slots(lease):
+            past = await self._claims.past(lease.group)
+            async with self._alone_if_suspect(lease.group, past):
+                claim = await self._claims.next(lease.group, past)
+                self._held[lease.group] = claim
+                await self._take_over(lease, past, Holder(rollouter=self._stage.rollouter, claim=claim))
+        self._held.pop(lease.group, None)
+
+    async def release(self, group: str, reason: str) -> None:
+        """Say that this process gives a group back of its own accord, so that it does not count as lost."""
+        if group in self._held:
+            await self._claims.release(group, self._held.pop(group), reason)
+
+    @asynccontextmanager
+    async def _alone_if_suspect(self, group: str, past: PastClaims) -> AsyncIterator[None]:
+        """One suspect at a time, and claimed only then: or a poisonous group would make all that stand beside it suspect."""
+        if past.lost < SUSPECT_AFTER:
+            yield
+            return
+        what = f"its turn to be played alone, after {past.lost} lost holders: group {group}"
+        with self._health.waiting(what, self._suspected or group, _ALONE_S, "the lease is handed back"):
+            try:
+                async with asyncio.timeout(_ALONE_S):
+                    await self._suspect.acquire()
+            except TimeoutError as error:
+                raise NotClaimed(f"{group}: {self._suspected} has been in play alone for {_ALONE_S:.0f} s") from error
+        self._suspected = group
+        try:
+            yield
+        finally:
+            self._suspect.release()
+
+    async def _take_over(self, lease: GroupLease, past: PastClaims, holder: Holder) -> None:
         missing = await self._missing_slots(lease)
-        past = await past_attempts(self._stage.bus, lease.group)
-        if past.next_attempt:
-            log.info("taking over", group=lease.group, missing=sorted(missing), attempts=past.next_attempt)
-            self._health.count("takeovers")
-        for executor, sandbox in past.sandboxes:
-            await self._stage.sandboxes.discard(sandbox, executor)
-        async with asyncio.TaskGroup() as siblings:
-            for slot in missing:
-                siblings.create_task(self._seal_slot(lease, slot, past.next_attempt.get(slot, 0)), name=f"{lease.group}/{slot}")
+        log.warning(
+            "taking over",
+            group=lease.group,
+            slots=missing,
+            holder=past.holder(),
+            claimed_s_ago=round(past.age_s(), 1),
+            lost_holders=past.lost,
+        )
+        self._health.count("takeovers")
+        slots = await self._shut_out(lease, missing, holder)
+        if past.lost > MAX_TAKEOVERS:
+            await self._seal_poison(lease, slots, past)
+        else:
+            await self._play_slots(lease, slots)
+
+    async def _shut_out(self, lease: GroupLease, missing: list[int], holder: Holder) -> list[Slot]:
+        """Make every open slot ours, with all that is known of it. Raises `GroupTaken`."""
+        slots: list[Slot] = []
+        open_slots = list(missing)
+        for _ in range(_SHUT_OUT_TRIES):
+            if not open_slots:
+                return slots
+            found = histories(await read_events(self._stage.bus, Stream.TURNS, f"turn.{lease.group}.*.*.*"), open_slots)
+            for number, history in found.items():
+                if history.newest_claim > holder.claim:
+                    raise GroupTaken(f"{lease.group}: claim {history.newest_claim} follows ours, {holder.claim}")
+                try:
+                    slots.append(await self._slot(lease, number, history, holder))
+                except AttemptTaken:  # its holder lives and has appended since we read
+                    continue
+                open_slots.remove(number)
+        raise GroupTaken(f"{lease.group}: slots {open_slots} move on faster than they can be taken over")
+
+    async def _slot(self, lease: GroupLease, number: int, history: SlotHistory, holder: Holder) -> Slot:
+        """One slot's first record under our claim: nothing that its holder before appends is accepted after it."""
+        slot_log = SlotLog(self._stage.bus, lease.group, number, holder, history.last_seq)
+        past, attempt = history.continuable(), history.current
+        if past is not None:
+            await slot_log.take_over(attempt)
+        else:
+            await slot_log.end(attempt, "orphaned", "nothing that could be continued was journalled")
+            attempt += 1
+        for box in history.left_sandboxes():
+            await self._stage.sandboxes.discard(box.name, box.executor)
+        return Slot(number=number, log=slot_log, attempt=attempt, past=past, aborts=history.aborts)
 
     async def _missing_slots(self, lease: GroupLease) -> list[int]:
-        bus = self._stage.bus
-        if await bus.last(bus.subjects.episode(lease.group, "*"), Stream.EPISODES) is None:
-            return list(range(lease.group_size))
-        held = await asyncio.gather(*(bus.last(bus.subjects.episode(lease.group, slot)) for slot in range(lease.group_size)))
-        return [slot for slot, item in enumerate(held) if item is None]
+        sealed = await asyncio.gather(*(self._is_sealed(lease, slot) for slot in range(lease.group_size)))
+        return [slot for slot, is_sealed in enumerate(sealed) if not is_sealed]
 
-    async def _seal_slot(self, lease: GroupLease, slot: int, first_attempt: int) -> None:
+    async def _is_sealed(self, lease: GroupLease, slot: int) -> bool:
+        bus = self._stage.bus
+        try:
+            return await bus.last(bus.subjects.episode(lease.group, slot)) is not None
+        except IntegrityError:  # a damaged episode holds its subject like any other; its readers say so
+            return True
+
+    async def _play_slots(self, lease: GroupLease, slots: list[Slot]) -> None:
+        """Raises `GroupTaken` as soon as another process turns out to hold one slot, since it then holds them all."""
+        taken = ""
+        try:
+            async with asyncio.TaskGroup() as siblings:
+                for slot in slots:
+                    siblings.create_task(self._seal_slot(lease, slot), name=f"{lease.group}/{slot.number}")
+        except* AttemptTaken as errors:
+            taken = str(errors.exceptions[0])
+        if taken:
+            self._health.count("groups_taken")
+            raise GroupTaken(taken)
+
+    async def _seal_slot(self, lease: GroupLease, slot: Slot) -> None:
         started_ns = time.time_ns()
-        attempt, retries_left = first_attempt, lease.slot_retries
-        episode: Episode | None = None
-        while episode is None:
-            name = AttemptName(lease=lease, slot=slot, attempt=attempt)
-            if attempt > lease.slot_retries + MAX_TAKEOVERS:
-                log.error("slot is poisonous", group=lease.group, slot=slot, attempts=attempt)
-                episode = aborted_episode(name, Termination.INFRA_ABORT, self._stage.rollouter, started_ns)
-                break
+        attempt, past, retries_left = slot.attempt, slot.past, lease.slot_retries - slot.aborts
+        name = AttemptName(lease=lease, slot=slot.number, attempt=attempt)
+        episode = aborted_episode(name, Termination.INFRA_ABORT, self._stage.rollouter, started_ns)
+        while retries_left >= 0:
+            name = AttemptName(lease=lease, slot=slot.number, attempt=attempt)
             try:
-                episode = await self._attempt(name)
-            except AttemptTaken as error:
-                self._health.count("attempts_taken")
-                log.warning("attempt was taken", group=lease.group, slot=slot, attempt=attempt, reason=str(error))
-                if slot not in await self._missing_slots(lease):
-                    return
-                attempt = max(attempt + 1, (await past_attempts(self._stage.bus, lease.group)).next_attempt.get(slot, 0))
-            except (SandboxLost, GenerationFailed) as error:
-                self._health.count("infra_aborts")
-                log.warning("infrastructure abort", group=lease.group, slot=slot, retries_left=retries_left, reason=str(error))
-                if retries_left == 0:
-                    episode = aborted_episode(name, Termination.INFRA_ABORT, self._stage.rollouter, started_ns)
-                attempt, retries_left = attempt + 1, retries_left - 1
+                episode = await self._attempt(name, slot.log, past)
+                break
+            except AttemptFailed as failure:
+                termination = _TERMINATIONS.get(failure.reason, Termination.INFRA_ABORT)
+                episode = aborted_episode(name, termination, self._stage.rollouter, started_ns)
+                if failure.reason != "infra_abort":
+                    break
+            attempt, past, retries_left = attempt + 1, None, retries_left - 1
         await self._publish(episode)
 
-    async def _attempt(self, name: AttemptName) -> Episode:
-        """One attempt, or the abort that stands for a sample that can never be played."""
-        started_ns = time.time_ns()
-        lease = name.lease
-        if lease.manifest != self._manifest:
-            log.error("lease of another behaviour", group=lease.group, leased=lease.manifest, ours=self._manifest)
-            return aborted_episode(name, Termination.SCHEDULER_CANCEL, self._stage.rollouter, started_ns)
-        with span("episode", None, group=lease.group, slot=name.slot, attempt=name.attempt):
+    async def _attempt(self, name: AttemptName, slot_log: SlotLog, past: PastAttempt | None) -> Episode:
+        """One attempt. Raises `AttemptFailed` once the journal says that it was given up, and `AttemptTaken`."""
+        journal = Journal(slot_log, name)
+        try:
+            with span("episode", None, group=name.lease.group, slot=name.slot, attempt=name.attempt):
+                return await self._play_attempt(name, journal, past)
+        except (AttemptTaken, BusError):
+            raise
+        except Exception as error:  # suites, templates and agents are foreign code: one bad sample ends alone
+            reason = self._reason_of(name, error)
+            await journal.end(reason, str(error))  # first, since only whoever may say so may remove the sandbox
+            box = journal.box or (past.box if past is not None else None)
+            if box is not None:
+                await self._stage.sandboxes.discard(box.name, box.executor)
+            raise AttemptFailed(reason, str(error)) from error
+        finally:
+            if journal.box is not None and not journal.named:  # nobody else knows of it
+                await self._stage.sandboxes.discard(journal.box.name, journal.box.executor)
+
+    async def _play_attempt(self, name: AttemptName, journal: Journal, past: PastAttempt | None) -> Episode:
+        if name.lease.manifest != self._manifest:
+            raise OtherBehaviour(f"lease of behaviour {name.lease.manifest}, and this rollouter's is {self._manifest}")
+        task = self._suite.task(name.lease.task_id)
+        return await play_attempt(self._stage, self._agent_for(task), name, task, journal, past)
+
+    def _reason_of(self, name: AttemptName, error: Exception) -> AttemptReason:
+        reason: AttemptReason = "broken"
+        if isinstance(error, SandboxLost | GenerationFailed):
+            reason = "infra_abort"
+        elif isinstance(error, OtherBehaviour):
+            reason = "cancelled"
+        foreign = reason == "broken" and not isinstance(error, EpisodeBroken)
+        self._health.count("infra_aborts" if reason == "infra_abort" else f"{reason}_episodes")
+        log.warning(
+            "attempt given up",
+            group=name.lease.group,
+            slot=name.slot,
+            attempt=name.attempt,
+            task=name.lease.task_id,
+            why=reason,
+            detail=str(error) or repr(error),
+            exc_info=error if foreign else None,
+        )
+        return reason
+
+    async def _seal_poison(self, lease: GroupLease, slots: list[Slot], past: PastClaims) -> None:
+        """Give up a group that took down one holder after the other, without touching anything that is the group's own."""
+        detail = f"{past.lost} holders were lost with it, {past.holder()} the last"
+        log.error("group is poisonous", group=lease.group, task=lease.task_id, detail=detail)
+        self._health.count("poisonous_groups")
+        for slot in slots:
+            name = AttemptName(lease=lease, slot=slot.number, attempt=slot.attempt)
             try:
-                task = self._suite.task(lease.task_id)
-                return await play_attempt(self._stage, self._agent_for(task), name, task)
-            except (SandboxLost, GenerationFailed, AttemptTaken, BusError):
-                raise
-            except EpisodeBroken as error:
-                reason, trace = str(error), None
-            except Exception as error:  # suites, templates and agents are foreign code: one bad sample ends alone
-                reason, trace = repr(error), error
-        self._health.count("broken_episodes")
-        log.error("episode is broken", group=lease.group, slot=name.slot, task=lease.task_id, reason=reason, exc_info=trace)
-        return aborted_episode(name, Termination.INFRA_ABORT, self._stage.rollouter, started_ns)
+                await slot.log.end(slot.attempt, "poison", detail)
+            except AttemptTaken as error:
+                raise GroupTaken(str(error)) from error
+            if slot.past is not None:
+                await self._stage.sandboxes.discard(slot.past.box.name, slot.past.box.executor)
+            await self._publish(aborted_episode(name, Termination.POISON, self._stage.rollouter, time.time_ns()))
 
     async def _publish(self, episode: Episode) -> None:
         try:

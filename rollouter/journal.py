@@ -1,28 +1,32 @@
-"""The journal: every turn of an attempt, once, on TURNS; at most one record behind the play."""
+"""The journal: every turn of an attempt on TURNS, written before its action is carried out.
+
+So whoever takes an attempt over finds in it every command that may have reached the sandbox, and asks for the last one again
+under the same id. The records of one slot are a log with one writer: each says after which it comes, and the first record of a
+takeover shuts out the holder before.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from dataclasses import dataclass
-from types import TracebackType
 
-import structlog
-
-from rollouter.agent import Turn
+from rollouter.agent import Acted, Turn
+from rollouter.sandbox_client import Sandbox
 from schemas.arrays import Array
-from schemas.codec import CodecError
+from schemas.attempts import AttemptEnded, AttemptOpened, AttemptPlayed, AttemptReason, AttemptTakeover
 from schemas.lease import GroupLease
-from schemas.table import Stream
-from schemas.trajectory import SamplingConfig, TurnRecord
-from services.bus import Bus, OnceConflict, Published
-from services.consume import read_latest
+from schemas.message import Message
+from schemas.trajectory import SamplingConfig, TurnEffect, TurnRecord
+from services.bus import Bus, BusError, Fenced
 
-log = structlog.get_logger()
+_SETTLE_S = 2.0
+_DETAIL_CHARS = 1000
+OPEN, PLAYED, END = "open", "played", "end"
 
 
 class AttemptTaken(Exception):
-    """Another process has journalled under this attempt's name, so the lease was taken over."""
+    """Another process holds this slot now: nothing that this one does for it counts, and its sandbox is the other's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,56 +41,156 @@ class AttemptName:
         """The conversation's key: engines keep its prefix under it."""
         return f"{self.lease.group}-{self.slot}-{self.attempt}"
 
+    def __str__(self) -> str:
+        return f"{self.lease.group} slot {self.slot} attempt {self.attempt}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who appends: a process, under its claim on the group."""
+
+    rollouter: str
+    claim: int
+
+
+class SlotLog:
+    """The records of one slot, from where they were read on. Belongs to one task at a time."""
+
+    def __init__(self, bus: Bus, group: str, slot: int, holder: Holder, last_seq: int = 0) -> None:
+        self.holder = holder
+        self._bus = bus
+        self._group = group
+        self._slot = slot
+        self._last_seq = last_seq  # on TURNS, of this slot's newest record
+        self._own = bus.subjects.turn(group, slot, "*", "*")
+
+    async def append(self, attempt: int, word: str, record: Message) -> None:
+        """Store one record after the last. Raises `AttemptTaken` if another process has appended."""
+        subject = self._bus.subjects.turn(self._group, self._slot, attempt, word)
+        try:
+            self._last_seq = (await self._bus.append(subject, record, after=self._last_seq, within=self._own)).seq
+        except Fenced as error:
+            raise AttemptTaken(str(error)) from error
+
+    async def take_over(self, attempt: int) -> None:
+        """Continue an attempt that another holder began. Raises `AttemptTaken`."""
+        record = AttemptTakeover(
+            run=self._bus.run,
+            group=self._group,
+            slot=self._slot,
+            attempt=attempt,
+            claim=self.holder.claim,
+            rollouter=self.holder.rollouter,
+            at_ns=time.time_ns(),
+        )
+        await self.append(attempt, f"takeover-{self.holder.claim}", record)
+
+    async def end(self, attempt: int, reason: AttemptReason, detail: str) -> None:
+        """Give an attempt up for good. Raises `AttemptTaken`: then it is not ours to give up."""
+        record = AttemptEnded(
+            run=self._bus.run,
+            group=self._group,
+            slot=self._slot,
+            attempt=attempt,
+            claim=self.holder.claim,
+            rollouter=self.holder.rollouter,
+            reason=reason,
+            detail=detail[:_DETAIL_CHARS],
+            at_ns=time.time_ns(),
+        )
+        await self.append(attempt, END, record)
+
 
 class Journal:
-    """Writes one attempt's turns while the next one is generated.
+    """Writes one attempt. At most one record is unconfirmed, and none when something is done in the sandbox.
 
-    Produces: `turn.<group>.<slot>.<attempt>.<k>`. Waits for: the record before, so that never more than one is unconfirmed.
-    Leaving the block waits for the last one; `AttemptTaken` shows at the next call after it happened.
+    Produces: `turn.<group>.<slot>.<attempt>.<k>` and the attempt's `open`, `played` and `end`. Every call waits for the record
+    before and raises `AttemptTaken` if that was refused.
     """
 
-    def __init__(self, bus: Bus, name: AttemptName, executor: str, state_hash: str) -> None:
-        self._bus = bus
+    def __init__(self, log: SlotLog, name: AttemptName) -> None:
+        self.box: Sandbox | None = None
+        self.named = False  # the journal may name the sandbox, so a successor may be using it
+        self._log = log
         self._name = name
-        self._executor = executor
-        self._state_hash = state_hash
-        self._unconfirmed: asyncio.Task[Published] | None = None
+        self._state_hash = ""
+        self._unconfirmed: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Journal:
-        return self
+    async def open(self, box: Sandbox, started_ns: int) -> None:
+        """The attempt begins in a fresh sandbox."""
+        self.box, self.named, self._state_hash = box, True, box.state_hash
+        lease = self._name.lease
+        record = AttemptOpened(
+            run=lease.run,
+            group=lease.group,
+            slot=self._name.slot,
+            attempt=self._name.attempt,
+            claim=self._log.holder.claim,
+            rollouter=self._log.holder.rollouter,
+            sandbox=box.name,
+            executor=box.executor,
+            state_hash=box.state_hash,
+            started_ns=started_ns,
+        )
+        await self._start(OPEN, record)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._unconfirmed is not None:
-            self._unconfirmed.cancel()
-            await asyncio.wait({self._unconfirmed}, timeout=5)
-            if self._unconfirmed.done() and not self._unconfirmed.cancelled():
-                self._unconfirmed.exception()  # the play's own error is the one that counts
+    def rejoin(self, box: Sandbox) -> None:
+        """The attempt goes on in the sandbox that the journal names; its state is that before the last turn's action."""
+        self.box, self.named, self._state_hash = box, True, box.state_hash
 
-    async def record(self, turn: Turn, sampling: SamplingConfig) -> None:
-        """Start to store one turn, after the one before is confirmed. Raises `AttemptTaken`."""
-        await self.confirm()
-        record = self._record(turn, sampling)
-        if turn.acted.state_after:
-            self._state_hash = turn.acted.state_after
-        subject = self._bus.subjects.turn(record.group, record.slot, record.attempt, record.turn)
-        self._unconfirmed = asyncio.create_task(self._bus.publish_once(subject, record))
+    async def record(self, turn: Turn, command_id: str, sampling: SamplingConfig) -> None:
+        """Start to store one turn; `command_id` names the command that it runs, if any."""
+        if turn.previous is not None and turn.previous.state_after:
+            self._state_hash = turn.previous.state_after
+        await self._start(str(turn.number), self._record(turn, command_id, sampling))
+
+    async def played(self, last: Acted) -> None:
+        """Start to store what the last turn's action did."""
+        lease, name = self._name.lease, self._name
+        record = AttemptPlayed(run=lease.run, group=lease.group, slot=name.slot, attempt=name.attempt, last=effect_of(last))
+        await self._start(PLAYED, record)
 
     async def confirm(self) -> None:
         """Wait until everything recorded is stored. Raises `AttemptTaken`."""
         if self._unconfirmed is None:
             return
-        try:
-            await self._unconfirmed
-        except OnceConflict as error:
-            raise AttemptTaken(str(error)) from error
-        finally:
-            if self._unconfirmed.done():
-                self._unconfirmed = None
+        await asyncio.shield(self._unconfirmed)
+        self._unconfirmed = None
 
-    def _record(self, turn: Turn, sampling: SamplingConfig) -> TurnRecord:
-        lease, sampled, acted = self._name.lease, turn.sampled, turn.acted
+    async def end(self, reason: AttemptReason, detail: str) -> None:
+        """Give the attempt up, also one that ends because a record of its cannot be written. Raises `AttemptTaken`."""
+        pending, self._unconfirmed = self._unconfirmed, None
+        if pending is not None:
+            await asyncio.wait({pending})
+            if isinstance(error := pending.exception(), AttemptTaken | BusError):
+                raise error
+        await self._log.end(self._name.attempt, reason, detail)
+
+    async def settle(self) -> None:
+        """On the way out: let the record that is under way be stored, boundedly. Never raises."""
+        pending = self._unconfirmed
+        if pending is None:
+            return
+        await asyncio.wait({pending}, timeout=_SETTLE_S)
+        if not pending.done():
+            pending.cancel()
+            await asyncio.wait({pending}, timeout=_SETTLE_S)
+        if pending.done() and not pending.cancelled():
+            pending.exception()  # the play's own error is the one that counts
+
+    async def _start(self, word: str, record: Message) -> None:
+        await self.confirm()
+        self._unconfirmed = asyncio.create_task(self._append(word, record))
+
+    async def _append(self, word: str, record: Message) -> None:
+        try:
+            await self._log.append(self._name.attempt, word, record)
+        except AttemptTaken:
+            self.named = self.named and word != OPEN  # no record names the sandbox, so nobody else knows of it
+            raise
+
+    def _record(self, turn: Turn, command_id: str, sampling: SamplingConfig) -> TurnRecord:
+        lease, sampled = self._name.lease, turn.sampled
         return TurnRecord(
             run=lease.run,
             group=lease.group,
@@ -106,53 +210,43 @@ class Journal:
             finish_reason=sampled.finish_reason,
             stop_reason=sampled.stop_reason,
             sampling=sampling,
+            previous=None if turn.previous is None else effect_of(turn.previous),
             action=turn.action,
-            command_id=acted.command_id,
-            executor=self._executor,
-            lane=acted.lane,
-            observation=acted.raw,
-            observation_dropped_bytes=acted.dropped_bytes,
-            exit_code=acted.exit_code,
+            command_id=command_id,
+            executor="" if self.box is None else self.box.executor,
             state_before=self._state_hash,
-            state_after=acted.state_after or self._state_hash,
             started_ns=turn.started_ns,
             generated_ns=turn.generated_ns,
-            finished_ns=time.time_ns(),
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PastAttempts:
-    """What the journal says of a group that somebody has worked on before."""
+def effect_of(acted: Acted) -> TurnEffect:
+    """What stands on the wire of what one action did."""
+    return TurnEffect(
+        observation=acted.raw,
+        observation_dropped_bytes=acted.dropped_bytes,
+        lane=acted.lane,
+        exit_code=acted.exit_code,
+        timed_out=acted.timed_out,
+        refused=acted.refused,
+        state_after=acted.state_after,
+    )
 
-    next_attempt: dict[int, int]  # slot -> 1 + the highest journalled attempt
-    sandboxes: frozenset[tuple[str, str]]  # (executor, sandbox) that earlier attempts used
 
-
-async def past_attempts(bus: Bus, group: str) -> PastAttempts:
-    """Earlier attempts of a group. A group that nobody touched costs one request."""
-    if await bus.last(bus.subjects.turn(group, "*", "*", "*"), Stream.TURNS) is None:
-        return PastAttempts(next_attempt={}, sandboxes=frozenset())
-    highest: dict[int, int] = {}
-    sandboxes: set[tuple[str, str]] = set()
-    for item in await read_latest(bus, Stream.TURNS, f"turn.{group}.*.*.*"):
-        try:
-            turn = item.decode(TurnRecord)
-        except CodecError as error:  # its subject still says which attempt it was of
-            slot, attempt = item.subject.split(".")[-3:-1]
-            log.error("unreadable turn", subject=item.subject, seq=item.seq, error=str(error))
-            highest[int(slot)] = max(highest.get(int(slot), 0), int(attempt) + 1)
-            continue
-        highest[turn.slot] = max(highest.get(turn.slot, 0), turn.attempt + 1)
-        if turn.command_id:
-            sandboxes.add((turn.executor, sandbox_of(turn.command_id)))
-    return PastAttempts(next_attempt=highest, sandboxes=frozenset(sandboxes))
+def acted_before(effect: TurnEffect) -> Acted:
+    """What an action did before a takeover; the text that the agent read of it stands in the next turn's prompt."""
+    return Acted(
+        raw=effect.observation,
+        text="",
+        refused=effect.refused,
+        timed_out=effect.timed_out,
+        dropped_bytes=effect.observation_dropped_bytes,
+        exit_code=effect.exit_code,
+        lane=effect.lane,
+        state_after=effect.state_after,
+    )
 
 
 def command_id(sandbox: str, turn: int) -> str:
-    """The id of the command of one turn; it names its sandbox, so that a takeover can have it removed."""
+    """The id of the command of one turn: the same for whoever asks for it."""
     return f"{sandbox}.{turn}"
-
-
-def sandbox_of(command: str) -> str:
-    return command.rpartition(".")[0]

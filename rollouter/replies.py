@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from schemas.message import Message
 from services.bus import Bus, Item
-from services.consume import WorkConsumer
 from services.health import Health
+from services.work import WorkConsumer
 
 R = TypeVar("R", bound=Message)
 _CAPACITY = 256

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rollouter.curriculum import UNIFORM, CurriculumSettings, Outcomes, draw, seed_for, streams_of
 from rollouter.evaluation import EvalBook, EvalSettings, Point, current_point, plan
 from schemas.group import ReadyGroup
-from schemas.lease import GroupLease, Purpose, TaskStream
+from schemas.lease import GroupLease, Purpose, TaskStream, ordinal_of
 from schemas.ledger import BatchEntry, LedgerEntry
 from schemas.policy import FleetVersions
 from schemas.task import Split
@@ -68,6 +68,7 @@ class SamplerState:
 
     def __init__(self) -> None:
         self.next_ordinal = 0
+        self.highest_closed = -1  # ordinal of a group that the ledger names
         self.leased = 0
         self.consumed = 0
         self.turned_away = 0
@@ -96,6 +97,10 @@ class SamplerState:
             self._closed_ahead.remove(lease.group)
         else:
             self._open[lease.group] = None
+
+    def lost_lease(self, ordinal: int) -> None:
+        """What stands under this ordinal cannot be used, and nothing else can ever stand there: it names no group."""
+        self.next_ordinal = max(self.next_ordinal, ordinal + 1)
 
     def entry(self, seq: int, entry: LedgerEntry) -> None:
         """The ledger closed something."""
@@ -147,6 +152,7 @@ class SamplerState:
         return self.leased - self.turned_away
 
     def _close(self, group: str) -> None:
+        self.highest_closed = max(self.highest_closed, ordinal_of(group))
         if group in self._open:
             del self._open[group]
         else:

@@ -19,9 +19,11 @@ from schemas.table import Stream
 from schemas.task import TaskSuite
 from schemas.training import EvalResult, StepCommit
 from schemas.trajectory import SamplingConfig
-from services.bus import OnceConflict
+from services.bus import Item, OnceConflict
 from services.config import Config, ConfigError
+from services.dead_letters import pass_over
 from services.feed import Arrival, Feed, Source
+from services.pull import Damaged
 from services.runtime import ServiceContext
 from services.sandbox.state import hash_files
 from services.sandbox.tar import StateRefused
@@ -38,7 +40,8 @@ async def serve(context: ServiceContext) -> None:
     Consumes: TASKS (its own leases), LEDGER, READY, TRAIN, and the newest `policy.active`.
     Produces: `task.lease.<n>` and `train.eval.<point>`, each once.
     Waits for: a version in rotation, room in the window, the trainer, or an evaluation's groups; always names which.
-    On error: an unreadable item is logged, counted and passed over; an ordinal that another sampler took is read from TASKS.
+    On error: an item that cannot be read is passed over with an alarm: its ordinal names no group, its attempts are censored;
+    an ordinal that another sampler took is read from TASKS.
     On stop: ends between two publishes; a restart folds the streams and goes on with the next ordinal.
     """
     suite = await asyncio.to_thread(resolve_suite, context.config.tasks.suite)
@@ -110,26 +113,28 @@ class _Sampler:
         """The loop: take what came, lease and publish all that may be, say what is waited for."""
         while not self.context.stop.is_set():
             for arrival in await self.feed.take(_TURN_S):
-                self.fold(arrival)
+                await self.fold(arrival)
             if not self.feed.complete:
                 self.waiting.on("the recorded streams", f"nats-server: {self.feed.behind()}", "nothing is leased before")
                 continue
             if self.health.phase == "starting":
+                self.skip_names_in_use()
                 self.context.ready()
             await self.act()
             self.report()
         self.waiting.over()
 
-    def fold(self, arrival: Arrival) -> None:
-        """One item into the state. One that cannot be read is logged, counted and passed over."""
+    async def fold(self, arrival: Arrival) -> None:
+        """One item into the state. One that cannot be read is passed over."""
         item = arrival.item
         if item is None:
+            if isinstance(arrival.damage, Damaged):
+                await self.pass_over(arrival.damage.item, arrival.damage)
             return
         try:
             message = decode_any(item.data)
         except CodecError as error:
-            log.error("unreadable", subject=item.subject, seq=item.seq, error=str(error))
-            self.health.count("unreadable")
+            await self.pass_over(item, item, error)
             return
         match message:
             case GroupLease():
@@ -144,6 +149,22 @@ class _Sampler:
                 self.state.result(message)
             case FleetVersions():
                 self.state.active(message)
+
+    async def pass_over(self, item: Item, found: Item | Damaged, error: CodecError | None = None) -> None:
+        """Go on without an item."""
+        await pass_over(self.bus, found, error)
+        kind, _, name = item.subject.removeprefix(self.bus.subjects.prefix).rpartition(".")
+        if kind == "task.lease" and name.isdecimal():
+            self.state.lost_lease(int(name))
+        elif kind == "graded":
+            self.state.book.lost(name, item.time_ns)
+
+    def skip_names_in_use(self) -> None:
+        """A lease that TASKS has lost still has its traces elsewhere; its name is never given again."""
+        if self.state.highest_closed >= self.state.next_ordinal:
+            what = f"TASKS ends before lease {self.state.next_ordinal}, the ledger names {self.state.highest_closed}"
+            self.bus.alarm("lost_leases", what=what)
+            self.state.lost_lease(self.state.highest_closed)
 
     async def act(self) -> None:
         """Lease and publish until there is somebody to wait for."""

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from uuid import uuid4
 
 import structlog
 
 from rollouter.replies import NoAnswer, Replies
 from schemas.message import Message
-from schemas.sandbox import Lane, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
+from schemas.sandbox import Lane, SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
 from services.bus import Bus, BusError
 from services.health import Health
 from services.sandbox.classify import is_package_heavy
@@ -65,6 +66,19 @@ class Sandboxes:
         if result.status != "ok":
             raise SandboxLost(f"reset on {result.executor}: {result.status} {result.error}")
         return Sandbox(name=name, executor=result.executor, state_hash=result.state_hash)
+
+    async def attach(self, sandbox: Sandbox) -> SandboxResult:
+        """Where a sandbox stands after all that anybody asked of it before: its state hash and its last command."""
+        request = SandboxAttach(
+            command_id=f"{sandbox.name}.attach-{uuid4().hex[:8]}",
+            requester=self._requester,
+            sandbox=sandbox.name,
+            deadline_ns=self._deadline(self._timeout_s),
+        )
+        result = await self._ask("command", sandbox.executor, request.command_id, request, self._timeout_s)
+        if result.status != "ok":
+            raise SandboxLost(f"attach to {sandbox.name} on {sandbox.executor}: {result.status} {result.error}")
+        return result
 
     async def command(self, sandbox: Sandbox, command_id: str, command: str, timeout_s: float) -> SandboxResult:
         """Run one command. A result with status `refused` means that this command cannot be run at all and nothing happened."""

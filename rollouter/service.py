@@ -12,24 +12,26 @@ import structlog
 from rollouter.actions import make_parser
 from rollouter.agent import Agent, LoopAgent
 from rollouter.chat import ChatRenderer
+from rollouter.claims import NotClaimed
 from rollouter.episode import Stage
 from rollouter.generation import Generation
-from rollouter.groups import Groups
+from rollouter.groups import Groups, GroupTaken
 from rollouter.manifest import policy_manifest
 from rollouter.sandbox_client import Sandboxes
 from schemas.lease import GroupLease
 from schemas.task import Task, TaskSuite
 from services.bus import IntegrityError, Item
-from services.consume import Retry, WorkConsumer
 from services.health import pause
 from services.runtime import ServiceContext
 from services.suites import resolve_suite
 from services.tracing import span
+from services.work import Retry, WorkConsumer
 
 log = structlog.get_logger()
 DRAIN_S = 20.0  # given to groups in flight before their leases are handed back
 _DRAIN_WITHOUT_ENGINES_S = 3.0
 _CANCEL_S = 8.0
+_TAKEN_S = 30.0  # beyond the heartbeat of the other holder's lease, which sets this delay aside
 
 
 async def serve(context: ServiceContext) -> None:
@@ -37,8 +39,8 @@ async def serve(context: ServiceContext) -> None:
 
     Consumes: `task.lease.*`. Produces: turns, episodes, and requests to engines and sandboxes. Waits for: episodes, whose
     every wait has its own deadline. On error: a lease is acknowledged only when all its episodes are sealed, so another
-    rollouter takes over what this one leaves. On stop: no new leases; groups in flight get `DRAIN_S` to finish, then their
-    sandboxes are discarded and their leases handed back.
+    rollouter continues what this one leaves. On stop: no new leases; groups in flight get `DRAIN_S` to finish; then they stop
+    after their last journalled turn, their sandboxes stay, and their leases are handed back.
     """
     rollouter = await Rollouter.create(context)
     leases = WorkConsumer(context.bus, "rollouter", capacity=context.config.rollout.max_groups, drain_s=DRAIN_S + 2 * _CANCEL_S)
@@ -94,6 +96,10 @@ class Rollouter:
         try:
             with span("group", item.headers, group=lease.group, task=lease.task_id):
                 await self._play_or_hand_back(lease)
+        except (GroupTaken, NotClaimed) as error:  # handed back for the case that the other one dies; it keeps its lease
+            log.warning("another rollouter holds the group", group=lease.group, reason=str(error))
+            await self._groups.release(lease.group, "another rollouter holds the group")
+            raise Retry(f"{lease.group}: {error}", delay_s=_TAKEN_S) from error
         except IntegrityError as error:  # the lease is sound; something that it needs is not readable now
             log.error("cannot read what is known of a group", group=lease.group, error=str(error))
             raise Retry(f"{lease.group}: {error}", delay_s=30.0) from error
@@ -111,6 +117,7 @@ class Rollouter:
             asked.cancel()
             await _end(work)
         if work.cancelled() or not work.done():
+            await self._groups.release(lease.group, "the rollouter stops")
             raise Retry(f"{lease.group} is handed back, the rollouter stops", delay_s=0.0)
         work.result()
 

@@ -14,14 +14,19 @@ from typing import TypeVar, cast
 import msgspec
 import zstandard
 
+from schemas.array_fields import check_arrays
+from schemas.arrays import ArrayError
+from schemas.attempts import AttemptEnded, AttemptOpened, AttemptPlayed, AttemptTakeover, GroupClaim, GroupRelease
+from schemas.dead_letter import DeadLetter, LostRange
 from schemas.generation import AbortRequest, GenerateRequest, GenerateResult
 from schemas.group import ReadyGroup
 from schemas.health import Heartbeat
 from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, BatchEntry, QuarantineEntry
 from schemas.message import SCHEMA_VERSION, Message
+from schemas.ownership import Owner
 from schemas.policy import ApplyOrder, EngineState, FleetVersions, PolicyManifest, WeightsManifest
-from schemas.sandbox import SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
+from schemas.sandbox import SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
 from schemas.training import BatchDemand, EvalResult, StepCommit
 from schemas.trajectory import Episode, TurnRecord, Verdict
 
@@ -41,9 +46,16 @@ AnyMessage = (
     | SandboxReset
     | SandboxRun
     | SandboxSeal
+    | SandboxAttach
     | SandboxCleanup
     | SandboxResult
     | TurnRecord
+    | GroupClaim
+    | GroupRelease
+    | AttemptOpened
+    | AttemptTakeover
+    | AttemptPlayed
+    | AttemptEnded
     | Episode
     | Verdict
     | ReadyGroup
@@ -59,6 +71,9 @@ AnyMessage = (
     | FleetVersions
     | PolicyManifest
     | Heartbeat
+    | Owner
+    | DeadLetter
+    | LostRange
 )
 M = TypeVar("M", bound=Message)
 
@@ -109,13 +124,18 @@ def decode_any(data: bytes) -> Message:
     except (msgspec.DecodeError, RecursionError) as error:
         raise CodecError(f"not a message: {error}") from error
     if envelope.kind not in KINDS:
-        raise CodecError(f"unknown kind {envelope.kind!r}; this build knows {sorted(KINDS)}")
+        raise CodecError(f"unknown kind {envelope.kind[:64]!r}; this build knows {sorted(KINDS)}; run one build everywhere")
     if envelope.v != SCHEMA_VERSION:
-        raise CodecError(f"{envelope.kind}: schema version {envelope.v} is unknown; this build speaks version {SCHEMA_VERSION}")
+        raise CodecError(
+            f"{envelope.kind}: schema version {envelope.v} is unknown; this build speaks version {SCHEMA_VERSION}; "
+            "run one build everywhere"
+        )
     try:
-        return _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+        message = _decoder.decode(body)
+        check_arrays(message)
+    except (msgspec.DecodeError, RecursionError, ArrayError) as error:
         raise CodecError(f"{envelope.kind}: {error}") from error
+    return message
 
 
 def digest(data: bytes) -> str:
@@ -140,13 +160,14 @@ def _unpack(data: bytes) -> bytes:
     payload = data[_HEADER.size :]
     if not flags:
         if len(payload) != size:
-            raise CodecError(f"truncated: {len(payload)} of {size} bytes")
+            what = "truncated" if len(payload) < size else "trailing bytes"
+            raise CodecError(f"{what}: {len(payload)} of {size} bytes")
         return payload
     try:
         declared = zstandard.get_frame_parameters(payload).content_size
         if declared != size:
             raise CodecError(f"the zstd frame declares {declared} bytes, the header {size}")
-        body = zstandard.ZstdDecompressor().decompress(payload, max_output_size=size)
+        body = zstandard.ZstdDecompressor().decompress(payload, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CodecError(f"zstd: {error}") from error
     if len(body) != size:

@@ -13,6 +13,16 @@ from schemas.message import Message
 from schemas.task import Split
 from schemas.termination import Termination
 
+LOST_EPISODE, LOST_VERDICT = "lost_episode", "lost_verdict"
+LOST = (LOST_EPISODE, LOST_VERDICT)  # statuses of siblings of which an item is damaged or missing; sequence 0: missing
+
+
+class IncarnationSpan(msgspec.Struct, frozen=True, array_like=True):
+    """The newest version of one trainer incarnation among an episode's sampled tokens."""
+
+    incarnation: int
+    newest_version: int
+
 
 class Sibling(msgspec.Struct, frozen=True, kw_only=True):
     """One sealed and judged episode, by stream sequence and digest."""
@@ -23,7 +33,7 @@ class Sibling(msgspec.Struct, frozen=True, kw_only=True):
     verdict_seq: int
     verdict_digest: str
     termination: Termination
-    status: str  # the verdict's
+    status: str  # the verdict's, or one of `LOST`
     reward: float | None
     success: bool | None
     oldest_version: int
@@ -34,6 +44,13 @@ class Sibling(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     manifest: str
     finite: bool = True  # log-probs present, finite and aligned
+    incarnations: tuple[IncarnationSpan, ...] | msgspec.UnsetType = msgspec.UNSET  # where there are several; unset: one
+
+    def names(self) -> tuple[IncarnationSpan, ...]:
+        """The newest version of every incarnation among the sampled tokens."""
+        if isinstance(self.incarnations, msgspec.UnsetType):
+            return (IncarnationSpan(self.incarnation, self.newest_version),)
+        return self.incarnations
 
 
 class ReadyGroup(Message, frozen=True, kw_only=True, tag="ready"):
@@ -51,6 +68,10 @@ class ReadyGroup(Message, frozen=True, kw_only=True, tag="ready"):
     group_size: int
     siblings: tuple[Sibling, ...]
     eval_point: str = ""
+
+    def stands_on(self, subject: str) -> bool:
+        """Whether this is the entry that the subject promises; on another group's subject it is nobody's."""
+        return subject.rpartition(".")[2] == self.group
 
     def oldest_version(self) -> int:
         """Oldest policy version among all sampled tokens of the group; siblings without tokens do not count."""

@@ -10,6 +10,8 @@ import msgspec
 from schemas.message import Message
 
 Lifecycle = Literal["starting", "ready", "draining", "stopped"]
+ALARM = "alarm_"  # counters of damage and loss that the service met, by kind
+SEEN = "seen_"  # counters that say up to which sequence the service knows a log to reach, by stream
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,6 +40,11 @@ class GroupLease(Message, frozen=True, kw_only=True, tag="lease"):
     slot_retries: int = 2
 
 
+def ordinal_of(group: str) -> int:
+    """The ordinal in a group's name; -1 for a name that is not one."""
+    return int(group[1:]) if group[:1] in ("g", "e") and group[1:].isdecimal() else -1
+
+
 def group_id(purpose: Purpose, ordinal: int) -> str:
     """The group's name; sorts by ordinal."""
     return f"{'g' if purpose == 'train' else 'e'}{ordinal:08d}"

@@ -26,6 +26,7 @@ class QuarantineReason(StrEnum):
     ZERO_VARIANCE = "zero_variance"
     INCOMPLETE = "incomplete"
     INCARNATION = "incarnation"
+    DEAD_BRANCH = "dead_branch"
     RUN_ENDED = "run_ended"
 
 
@@ -36,6 +37,15 @@ class AbandonReason(StrEnum):
     POISON = "poison"
     LEASE_EXPIRED = "lease_expired"
     RUN_ENDED = "run_ended"
+    LOST_ITEM = "lost_item"  # an episode, a verdict or the ready entry is damaged or missing; `detail` names it
+
+
+class LostItem(msgspec.Struct, frozen=True, array_like=True):
+    """The item that a group lost after it was written, or `ready.<group>` itself: what stands at this sequence is not it."""
+
+    stream: str  # EPISODES or READY
+    seq: int
+    digest: str  # by which READY names it; empty for READY
 
 
 class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +100,8 @@ class AbandonEntry(Message, frozen=True, kw_only=True, tag="abandon"):
     detail: str
     family: str
     settings_hash: str
+    demand_seq: int | msgspec.UnsetType = msgspec.UNSET  # TRAIN sequence of the demand that met it; unset: closed beside any
+    lost: LostItem | msgspec.UnsetType = msgspec.UNSET  # the evidence, where READY does not tell of the loss
 
 
 LedgerEntry = BatchEntry | QuarantineEntry | AbandonEntry

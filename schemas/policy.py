@@ -1,8 +1,8 @@
 """Policy versions: what each one is, how to get there, and which engine serves which.
 
-`policy.staged.<v>` and `policy.anchor.<v>` come from param_sync, `policy.apply.<engine>` are its orders,
-`policy.engine.<engine>`
-the engines' confirmed changes, `policy.active` the fleet's version vector.
+`policy.staged.<v>` and `policy.anchor.<v>` come from param_sync (`<v>-<i>` from the trainer's incarnation `i` > 0),
+`policy.apply.<engine>` are its orders, `policy.engine.<engine>` the engines' confirmed changes, `policy.active` the fleet's
+version vector.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class EngineState(Message, frozen=True, kw_only=True, tag="engine_state"):
 
 
 class FleetVersions(Message, frozen=True, kw_only=True, tag="fleet"):
-    """The fleet's version vector, after every confirmed change."""
+    """The fleet's version vector, after every confirmed change.
+
+    -1 stands for no version of the line that training stands on: nothing verified, or a branch that the trainer has left.
+    """
 
     run: str
     target: int

@@ -15,12 +15,15 @@ LANES: tuple[Lane, ...] = ("reset", "command", "package", "verify", "cleanup")
 
 
 class SandboxReset(Message, frozen=True, kw_only=True, tag="sbx_reset"):
-    """Create a sandbox with exactly these files. Any executor may take it; the result names the one that did."""
+    """Create a sandbox with exactly these files. Any executor may take it; the result names the one that did.
+
+    On the executor that takes it, sandboxes of the same slot under an older attempt are removed: their owner is gone.
+    """
 
     command_id: str
     requester: str
     sandbox: str
-    owner: str  # `<group>/<slot>/<attempt>`, for the reaper's label
+    owner: str  # `<group>/<slot>/<attempt>`
     files: dict[str, bytes]
     deadline_ns: int
 
@@ -37,7 +40,19 @@ class SandboxRun(Message, frozen=True, kw_only=True, tag="sbx_run"):
 
 
 class SandboxSeal(Message, frozen=True, kw_only=True, tag="sbx_seal"):
-    """Export the terminal state; no command is accepted afterwards and the sandbox is cleaned up once the result is out."""
+    """Export the terminal state; no command is accepted afterwards and the sandbox is cleaned up once the result is out.
+
+    A repeated request gets the same result, also when the sandbox is gone.
+    """
+
+    command_id: str
+    requester: str
+    sandbox: str
+    deadline_ns: int
+
+
+class SandboxAttach(Message, frozen=True, kw_only=True, tag="sbx_attach"):
+    """Ask where a sandbox stands, after all that was asked of it before: its state hash and the last command that it ran."""
 
     command_id: str
     requester: str
@@ -69,6 +84,7 @@ class SandboxResult(Message, frozen=True, kw_only=True, tag="sbx_result"):
     timed_out: bool = False
     outcome: str = ""
     state_hash: str = ""
+    last_command: str = ""  # of an attach: id of the last command that ran
     state: StateRef | None = None
     queued_ns: int = 0
     started_ns: int = 0

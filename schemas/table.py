@@ -27,6 +27,7 @@ class Stream(StrEnum):
     TRAIN = "TRAIN"
     POLICY = "POLICY"
     REGISTRY = "REGISTRY"
+    DEAD = "DEAD"
 
 
 class Role(StrEnum):
@@ -73,7 +74,7 @@ class StreamSpec:
 class ConsumerSpec:
     """A durable work consumer. `{x}` in name and filter is the instance. Acks are flow control; effects are once-only writes.
 
-    `ack` says when: `after_publish` = after the downstream publishes are confirmed.
+    `ack` says when: `after_publish` = after the downstream publishes are confirmed. `watchers` may see how far it has come.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ConsumerSpec:
     ack_wait_s: float
     max_ack_pending: int
     ack: Literal["after_publish"] = "after_publish"
+    watchers: tuple[Role, ...] = ()
 
 
 R = Role  # short for the rows below
@@ -129,7 +131,7 @@ STREAMS: tuple[StreamSpec, ...] = (
             SubjectSpec(pattern="episode.*.*", publishers=(R.ROLLOUTER,), once=True),
             SubjectSpec(pattern="verdict.*.*", publishers=(R.VERIFIER,), once=True),
         ),
-        readers=(R.ROLLOUTER, R.VERIFIER, R.BANK, R.TRAINER, R.OBSERVER),
+        readers=(R.ROLLOUTER, R.VERIFIER, R.BANK, R.ADMISSION, R.TRAINER, R.OBSERVER),
         share=0.28,
     ),
     StreamSpec(
@@ -185,14 +187,32 @@ STREAMS: tuple[StreamSpec, ...] = (
         discard="old",
         deny_delete=False,
     ),
+    StreamSpec(
+        stream=Stream.DEAD,
+        subjects=(SubjectSpec(pattern="dead.*.*", publishers=tuple(r for r in Role if r is not R.OBSERVER), once=True),),
+        readers=(R.OBSERVER,),
+        share=0.02,
+    ),
 )
 BLOB_SHARE = 0.2
 CONSUMERS: tuple[ConsumerSpec, ...] = (
     ConsumerSpec(
-        name="rollouter", stream=Stream.TASKS, filter="task.lease.*", role=R.ROLLOUTER, ack_wait_s=20.0, max_ack_pending=4096
+        name="rollouter",
+        stream=Stream.TASKS,
+        filter="task.lease.*",
+        role=R.ROLLOUTER,
+        ack_wait_s=20.0,
+        max_ack_pending=4096,
+        watchers=(R.BANK,),
     ),
     ConsumerSpec(
-        name="verifier", stream=Stream.EPISODES, filter="episode.*.*", role=R.VERIFIER, ack_wait_s=60.0, max_ack_pending=256
+        name="verifier",
+        stream=Stream.EPISODES,
+        filter="episode.*.*",
+        role=R.VERIFIER,
+        ack_wait_s=60.0,
+        max_ack_pending=256,
+        watchers=(R.BANK,),
     ),
     ConsumerSpec(
         name="engine-{x}", stream=Stream.GEN, filter="gen.req.{x}", role=R.ENGINE, ack_wait_s=30.0, max_ack_pending=4096
@@ -230,6 +250,11 @@ def check_token(field: str, value: str) -> str:
     if not _TOKEN.fullmatch(value):
         raise ValueError(f"{field}: {value!r} cannot be part of a subject; use 1 to 64 of A-Z a-z 0-9 _ -")
     return value
+
+
+def _of_incarnation(number: int, incarnation: int) -> str:
+    """`7` in the first incarnation of the trainer, `7-2` in incarnation 2, so that a name that was left is never used again."""
+    return f"{number}-{incarnation}" if incarnation else str(number)
 
 
 class Subjects:
@@ -293,20 +318,20 @@ class Subjects:
     def abandon(self, group: str) -> str:
         return f"{self.prefix}ledger.abandon.{group}"
 
-    def demand(self, step: int) -> str:
-        return f"{self.prefix}train.demand.{step}"
+    def demand(self, step: int, incarnation: int = 0) -> str:
+        return f"{self.prefix}train.demand.{_of_incarnation(step, incarnation)}"
 
-    def step(self, step: int) -> str:
-        return f"{self.prefix}train.step.{step}"
+    def step(self, step: int, incarnation: int = 0) -> str:
+        return f"{self.prefix}train.step.{_of_incarnation(step, incarnation)}"
 
     def evaluation(self, point: str) -> str:
         return f"{self.prefix}train.eval.{check_token('eval point', point)}"
 
-    def staged(self, version: int) -> str:
-        return f"{self.prefix}policy.staged.{version}"
+    def staged(self, version: int, incarnation: int = 0) -> str:
+        return f"{self.prefix}policy.staged.{_of_incarnation(version, incarnation)}"
 
-    def anchor(self, version: int) -> str:
-        return f"{self.prefix}policy.anchor.{version}"
+    def anchor(self, version: int, incarnation: int = 0) -> str:
+        return f"{self.prefix}policy.anchor.{_of_incarnation(version, incarnation)}"
 
     def apply(self, engine: str) -> str:
         return f"{self.prefix}policy.apply.{check_token('engine', engine)}"
@@ -323,9 +348,26 @@ class Subjects:
     def service_heartbeat(self, role: Role, instance: str) -> str:
         return f"{self.prefix}reg.service.{role}.{check_token('instance', instance)}"
 
+    def dead_letter(self, stream: Stream, seq: int) -> str:
+        return f"{self.prefix}dead.{stream}.{seq}"
+
+    def lost_range(self, stream: Stream, first: int, last: int) -> str:
+        return f"{self.prefix}dead.{stream}.lost-{first}-{last}"
+
 
 def spec_of(stream: Stream) -> StreamSpec:
     return next(spec for spec in STREAMS if spec.stream is stream)
+
+
+def family_of(name: str) -> tuple[StreamSpec, SubjectSpec]:
+    """Stream and subject family of a subject below `hr.<run>.`. Raises `KeyError` if the table has none."""
+    words = name.split(".")
+    for spec in STREAMS:
+        for subject in spec.subjects:
+            pattern = subject.pattern.split(".")
+            if len(pattern) == len(words) and all(a in ("*", b) for a, b in zip(pattern, words, strict=True)):
+                return spec, subject
+    raise KeyError(f"no subject {name!r} in the table")
 
 
 def consumer_of(name: str) -> ConsumerSpec:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Termination(StrEnum):
-    """The first five carry a reward; the last five are censored: they have none, and none is ever invented."""
+    """The first five carry a reward; the last six are censored: they have none, and none is ever invented."""
 
     AGENT_FINISH = "agent_finish"
     AGENT_ABSTAIN = "agent_abstain"
@@ -18,6 +18,7 @@ class Termination(StrEnum):
     TOOL_TIMEOUT = "tool_timeout"
     INFRA_ABORT = "infra_abort"
     SCHEDULER_CANCEL = "scheduler_cancel"
+    POISON = "poison"  # took down one rollouter after the other
 
 
 CENSORED = frozenset(
@@ -27,9 +28,11 @@ CENSORED = frozenset(
         Termination.TOOL_TIMEOUT,
         Termination.INFRA_ABORT,
         Termination.SCHEDULER_CANCEL,
+        Termination.POISON,
     }
 )
 RETRYABLE = frozenset({Termination.INFRA_ABORT, Termination.SCHEDULER_CANCEL})
+UNPLAYED = RETRYABLE | {Termination.POISON}  # a group with such a sibling is abandoned
 
 
 def is_censored(code: Termination) -> bool:

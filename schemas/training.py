@@ -1,6 +1,6 @@
 """The trainer's requests for batches and the commit record of every step; evaluation results.
 
-Producer: trainer (`train.demand.<step>`, `train.step.<step>`, once) and sampler (`train.eval.<point>`, once).
+Producer: trainer (`train.demand.<step>`, `train.step.<step>`, once per incarnation) and sampler (`train.eval.<point>`, once).
 Consumers: admission, param_sync, sampler, progress, audit.
 """
 
@@ -11,14 +11,29 @@ import msgspec
 from schemas.message import Message
 
 
+class Branch(msgspec.Struct, frozen=True, array_like=True):
+    """Where an incarnation left the line before it: `version` is the last that both share, its first own is `version + 1`."""
+
+    incarnation: int
+    version: int
+
+
 class BatchDemand(Message, frozen=True, kw_only=True, tag="demand"):
-    """The trainer asks for the batch that updates `version`. One may be outstanding ahead of the step in work."""
+    """The trainer asks for the batch that updates `version`. One may be outstanding ahead of the step in work.
+
+    Once per step and incarnation; of several for one step that of the newest incarnation counts.
+    """
 
     run: str
     step: int
     version: int
     incarnation: int
     groups: int
+    branches: tuple[Branch, ...] | msgspec.UnsetType = msgspec.UNSET  # of every incarnation after the first; unset: none
+
+    def left(self) -> tuple[Branch, ...]:
+        """`branches`, empty where there are none."""
+        return () if isinstance(self.branches, msgspec.UnsetType) else self.branches
 
 
 class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +45,10 @@ class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepCommit(Message, frozen=True, kw_only=True, tag="step"):
-    """Step `step` is committed: these groups made policy `version` out of `version - 1`. Written after the checkpoint."""
+    """Step `step` is committed: these groups made policy `version` out of `version - 1`. Written after the checkpoint.
+
+    The first commit of a later incarnation starts from a version of the line that it left, and its one object is an anchor.
+    """
 
     run: str
     step: int

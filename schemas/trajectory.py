@@ -39,8 +39,23 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
 
 
+class TurnEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """What a turn's action did: the observation as it came, and the state that it left."""
+
+    observation: bytes = b""
+    observation_dropped_bytes: int = 0
+    lane: str = ""  # empty: nothing was sent to the sandbox
+    exit_code: int | None = None
+    timed_out: bool = False
+    refused: bool = False  # nothing ran
+    state_after: str = ""  # state hash; empty: as before
+
+
 class TurnRecord(Message, frozen=True, kw_only=True, tag="turn"):
-    """One turn, written before its effects are used. Published once on `turn.<group>.<slot>.<attempt>.<k>`."""
+    """One turn, written before its action is carried out. Published once on `turn.<group>.<slot>.<attempt>.<k>`.
+
+    What the action did stands in the next turn's `previous`, or after the last turn in `AttemptPlayed`.
+    """
 
     run: str
     group: str
@@ -60,18 +75,13 @@ class TurnRecord(Message, frozen=True, kw_only=True, tag="turn"):
     finish_reason: str = ""
     stop_reason: str = ""
     sampling: SamplingConfig = SamplingConfig()
+    previous: TurnEffect | None = None  # what the turn before did; none before the first
     action: Action
-    command_id: str = ""
+    command_id: str = ""  # of the command that this turn runs; empty: it runs none
     executor: str = ""
-    lane: str = ""
-    observation: bytes = b""
-    observation_dropped_bytes: int = 0
-    exit_code: int | None = None
-    state_before: str = ""  # state hash
-    state_after: str = ""
+    state_before: str = ""  # state hash in which the action finds the sandbox
     started_ns: int = 0
     generated_ns: int = 0
-    finished_ns: int = 0
 
 
 class StateRef(msgspec.Struct, frozen=True, kw_only=True):

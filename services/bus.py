@@ -11,7 +11,9 @@ import base64
 import json
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
@@ -23,9 +25,11 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError
 
-from schemas.codec import MAX_WIRE_BYTES, decode, digest, encode
+from schemas.codec import MAX_WIRE_BYTES, CodecError, decode, digest, encode
 from schemas.message import Message
-from schemas.table import Role, Stream, Subjects
+from schemas.permissions import inbox_prefix
+from schemas.table import Role, Stream, Subjects, spec_of
+from services.nats_client import RefusalClient, closed_door_of, refusal_of
 from services.tracing import inject
 
 log = structlog.get_logger()
@@ -41,6 +45,10 @@ class BusError(RuntimeError):
     """The bus could not do what was asked; the text names the subject and the reason."""
 
 
+class Forbidden(BusError):
+    """The server knows this identity and does not let it do this, or does not know it at all."""
+
+
 class OnceConflict(BusError):
     """A once-only subject already holds something else."""
 
@@ -51,6 +59,18 @@ class Fenced(BusError):
 
 class IntegrityError(BusError):
     """An item's bytes do not match the digest that it carries, or its stream has a hole."""
+
+
+class Rewound(IntegrityError):
+    """What a reader had read no longer stands in the log; whoever keeps a state of it must fold again."""
+
+
+class Unreadable(CodecError):
+    """A stored item is not the message that its subject promises; the text names stream, sequence and subject."""
+
+    def __init__(self, item: Item, reason: str) -> None:
+        super().__init__(f"{item.stream}: sequence {item.seq} ({item.subject}): {reason}")
+        self.item = item
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +86,23 @@ class Item:
     headers: dict[str, str]
 
     def decode(self, kind: type[M]) -> M:
-        """The message. Raises `CodecError` if it is not a well-formed `kind`."""
-        return decode(self.data, kind)
+        """The message. Raises `Unreadable` if it is not a well-formed `kind`."""
+        try:
+            return decode(self.data, kind)
+        except CodecError as error:
+            raise Unreadable(self, str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """What the server says of a stream. `deleted`: sequences between first and last that it knows to be gone."""
+
+    created: str
+    messages: int
+    first_seq: int
+    last_seq: int
+    deleted: tuple[int, ...]
+    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +126,9 @@ class Bus:
         self.instance = instance
         self.reconnected = asyncio.Event()
         self.give_up_s = 900.0
+        self.alarms: Counter[str] = Counter()
+        self._alarmed: set[str] = set()
+        self.seen: dict[Stream, int] = {}  # last sequence of each log that this process stored or read
 
     @classmethod
     async def connect(
@@ -104,21 +142,40 @@ class Bus:
         nkeys_seed: str | None = None,
         tls: ssl.SSLContext | None = None,
         on_fatal: Callable[[str], None] | None = None,
+        identity: str = "",
     ) -> Bus:
-        """Connect within `timeout_s`. Raises `BusError` naming the server when it cannot be reached."""
+        """Connect within `timeout_s`, as `identity` where that is not the role itself.
+
+        Raises `BusError` naming the server when it cannot be reached or is not the one that we trust, and `Forbidden` when it
+        does not let us in.
+        """
+        identity = identity or str(role)
+        client = RefusalClient()
         holder: list[Bus] = []
 
         async def on_error(error: Exception) -> None:
             log.warning("nats error", error=repr(error))
-            if "permissions violation" in str(error).lower() and on_fatal:
-                on_fatal(f"nats refused a subject: {error}")
+            if closed_door := closed_door_of(error, identity, has_key=bool(nkeys_seed), has_ca=tls is not None):
+                text = f"{url}: {closed_door}"
+                if not holder:  # the client would try for ever
+                    raise Forbidden(text)
+                on_loss(text)
+            elif refused := refusal_of(error):
+                text = f"the server refuses {identity}'s {refused.deed} of {client.spelled(refused.subject)}"
+                client.refuse(refused.subject, Forbidden(text))
+                on_loss(text)
 
         async def on_closed() -> None:
-            if on_fatal:
-                on_fatal("the nats client is closed")
+            on_loss("the nats client is closed")
+
+        def on_loss(reason: str) -> None:
+            if on_fatal and holder:
+                on_fatal(reason)
 
         async def on_reconnect() -> None:
             log.info("nats reconnected")
+            if tls is not None and not client.is_encrypted:
+                on_loss(f"{url}: the server no longer uses TLS")
             for bus in holder:
                 bus.reconnected.set()
                 bus.reconnected = asyncio.Event()
@@ -130,13 +187,12 @@ class Bus:
             options["tls"] = tls
         deadline = time.monotonic() + timeout_s
         while True:
-            client = Client()
             try:
                 await asyncio.wait_for(
                     client.connect(
                         servers=[part.strip() for part in url.split(",")],
-                        name=f"{role}-{instance}",
-                        inbox_prefix=f"_INBOX_{role}".encode(),
+                        name=f"{identity}-{instance}",
+                        inbox_prefix=inbox_prefix(identity).encode(),
                         max_reconnect_attempts=-1,
                         allow_reconnect=True,
                         ping_interval=5,
@@ -159,7 +215,15 @@ class Bus:
                         f"no NATS server answered at {url} within {timeout_s:.0f} s ({error!r}); start one or set nats.url"
                     ) from error
                 await asyncio.sleep(0.3)
+                client = RefusalClient()
+            except Forbidden:
+                with suppress(asyncio.TimeoutError, nats.errors.Error, OSError):  # after a failed handshake it waits for ever
+                    await asyncio.wait_for(client.close(), 1)
+                raise
         bus = cls(client, run, role, instance)
+        if tls is not None and not client.is_encrypted:
+            await bus.close()
+            raise Forbidden(f"{url}: the server does not use TLS, though nats.tls_ca_file is set")
         holder.append(bus)
         return bus
 
@@ -174,6 +238,24 @@ class Bus:
         except (asyncio.TimeoutError, nats.errors.Error, OSError):
             pass
 
+    def alarm(self, kind: str, **what: object) -> bool:
+        """Damage or loss, said aloud: an error in the log, and a count in the heartbeat that `headrace status` shows.
+
+        The same words are said once; false when they were said before.
+        """
+        words = f"{kind} {what}"
+        if words in self._alarmed:
+            return False
+        self._alarmed.add(words)
+        self.alarms[kind] += 1
+        log.error("alarm", alarm=kind, **what)
+        return True
+
+    def saw(self, stream: Stream, seq: int) -> None:
+        """Remember that a log reached this sequence."""
+        if seq > self.seen.get(stream, 0) and spec_of(stream).deny_delete:
+            self.seen[stream] = seq
+
     # -- writing -------------------------------------------------------------------------------------------------------------
 
     async def publish(self, subject: str, message: Message) -> Published:
@@ -181,50 +263,61 @@ class Bus:
         data = encode(message)
         return Published(await self.store(subject, data, {}), digest(data))
 
-    async def publish_once(self, subject: str, message: Message) -> Published:
+    async def publish_once(self, subject: str, message: Message, *, give_up_s: float | None = None) -> Published:
         """Store a message on a subject that may hold one message for ever.
 
         A repeat with the same bytes succeeds and says so. Raises `OnceConflict` when the subject holds different bytes.
         """
         data = encode(message)
         try:
-            seq = await self.store(subject, data, {"Nats-Expected-Last-Subject-Sequence": "0"})
+            seq = await self.store(subject, data, {"Nats-Expected-Last-Subject-Sequence": "0"}, give_up_s=give_up_s)
         except APIError as error:
             if error.err_code not in _WRONG_LAST_SEQUENCE:
                 raise
-            held = await self.last(subject)
+            try:
+                held = await self.last(subject)
+            except IntegrityError as damage:
+                raise OnceConflict(f"{subject} holds something damaged: {damage}") from damage
             if held is None or held.digest != digest(data):
                 raise OnceConflict(f"{subject} already holds {held.digest[:12] if held else 'nothing readable'}") from error
             return Published(held.seq, held.digest, duplicate=True)
         return Published(seq, digest(data))
 
-    async def append(self, subject: str, message: Message, *, after: int) -> Published:
-        """Append to a log that one writer owns: refused unless the stream's last sequence is still `after`.
+    async def append(self, subject: str, message: Message, *, after: int, within: str = "") -> Published:
+        """Append to a log that one writer owns: refused unless the log's last sequence is still `after`.
 
-        Raises `Fenced` when another message stands there. A lost acknowledgement is recognised by our own bytes at `after + 1`.
+        The log is the whole stream, or the subjects that the filter `within` takes in, if all its writers name the same one.
+        Raises `Fenced` when another message stands there. A lost acknowledgement is recognised by our own bytes.
         """
         data = encode(message)
-        headers = {"Nats-Expected-Last-Sequence": str(after), "Nats-Expected-Last-Subject-Sequence": "0"}
+        if within:
+            place = {"Nats-Expected-Last-Subject-Sequence": str(after), "Nats-Expected-Last-Subject-Sequence-Subject": within}
+        else:
+            place = {"Nats-Expected-Last-Sequence": str(after), "Nats-Expected-Last-Subject-Sequence": "0"}
         try:
-            seq = await self.store(subject, data, headers)
+            seq = await self.store(subject, data, place)
         except APIError as error:
             if error.err_code not in _WRONG_LAST_SEQUENCE:
                 raise
             held = await self.last(subject)
-            if held is not None and held.digest == digest(data) and held.seq == after + 1:
+            ours = held is not None and held.digest == digest(data)
+            if held is not None and ours and (held.seq > after if within else held.seq == after + 1):
                 return Published(held.seq, held.digest, duplicate=True)
             raise Fenced(f"{subject}: the log moved past sequence {after}; another writer is active") from error
         return Published(seq, digest(data))
 
-    async def store(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
+    async def store(self, subject: str, data: bytes, headers: dict[str, str], *, give_up_s: float | None = None) -> int:
         """Store raw bytes and give their sequence; holds and retries while the server is away or full, up to `give_up_s`."""
+        patience_s = self.give_up_s if give_up_s is None else give_up_s
         if len(data) > MAX_WIRE_BYTES:
             raise BusError(f"{subject}: {len(data)} bytes exceed the message limit of {MAX_WIRE_BYTES}")
         carried = inject({**headers, DIGEST_HEADER: digest(data)})
-        deadline = time.monotonic() + self.give_up_s
+        deadline = time.monotonic() + patience_s
         for attempt in range(10_000):
             try:
                 ack = await self.jetstream.publish(subject, data, timeout=5, headers=dict(carried))
+                if subject.startswith(self.subjects.prefix):
+                    self.saw(self.stream_of(subject), ack.seq)
                 return ack.seq
             except APIError as error:
                 if error.err_code not in _STREAM_FULL and error.code != 503:
@@ -235,7 +328,7 @@ class Bus:
             except nats.errors.ConnectionClosedError as error:
                 raise BusError(f"{subject}: the connection is closed") from error
             if time.monotonic() > deadline:
-                raise BusError(f"{subject}: not stored within {self.give_up_s:.0f} s; {reason}")
+                raise BusError(f"{subject}: not stored within {patience_s:.0f} s; {reason}")
             pause = _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]
             if attempt >= 2:
                 log.warning("publish is held back", subject=subject, reason=reason, next_try_s=pause)
@@ -276,20 +369,44 @@ class Bus:
         return item
 
     async def _get(self, stream: Stream, body: dict[str, Any]) -> Item | None:
+        raw = await self._raw(stream, body)
+        if raw is None:
+            return None
+        name = self.subjects.stream(stream)
+        headers, data = _headers(_b64(raw.get("hdrs"))), _b64(raw.get("data"))
+        return item_of(name, raw["subject"], int(raw["seq"]), _nanoseconds(raw["time"]), data, headers)
+
+    async def _raw(self, stream: Stream, body: dict[str, Any]) -> dict[str, Any] | None:
         name = self.subjects.stream(stream)
         reply = await self.api(f"STREAM.MSG.GET.{name}", body, 5.0)
         if "error" in reply:
             if reply["error"].get("err_code") == _NO_MESSAGE or reply["error"].get("code") == 404:
                 return None
             raise BusError(f"{name}: {reply['error'].get('description')}")
-        raw = reply["message"]
-        headers, data = _headers(_b64(raw.get("hdrs"))), _b64(raw.get("data"))
-        return item_of(name, raw["subject"], int(raw["seq"]), _nanoseconds(raw["time"]), data, headers)
+        return dict(reply["message"])
+
+    async def stored_ns(self, stream: Stream, which: dict[str, Any]) -> int | None:
+        """The server's time of a message, asked for by `seq` and perhaps `next_by_subj`; `None` when there is none."""
+        raw = await self._raw(stream, which)
+        return None if raw is None else _nanoseconds(raw["time"])
 
     async def last_sequence(self, stream: Stream) -> int:
         """The stream's last sequence."""
         reply = await self.request(f"STREAM.INFO.{self.subjects.stream(stream)}", {})
         return int(reply["state"]["last_seq"])
+
+    async def stream_state(self, stream: Stream) -> StreamState:
+        """What the server says of the stream, the sequences that it lost included."""
+        reply = await self.request(f"STREAM.INFO.{self.subjects.stream(stream)}", {"deleted_details": True})
+        state = reply["state"]
+        return StreamState(
+            created=reply["created"],
+            messages=int(state["messages"]),
+            first_seq=int(state["first_seq"]),
+            last_seq=int(state["last_seq"]),
+            deleted=tuple(sorted(state.get("deleted") or ())),
+            max_bytes=int(reply["config"].get("max_bytes", -1)),
+        )
 
     def stream_of(self, subject: str) -> Stream:
         """The stream that a subject of this run belongs to, by its first words."""
@@ -310,6 +427,7 @@ _STREAM_BY_HEAD = {
     "train": Stream.TRAIN,
     "policy": Stream.POLICY,
     "reg": Stream.REGISTRY,
+    "dead": Stream.DEAD,
 }
 
 

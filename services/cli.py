@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from schemas.table import Role
 from services.bus import BusError
 from services.child import follow_lifeline
 from services.config import Config, ConfigError, load, to_toml
+from services.identity import run_keys, seed_path
 from services.logs import start_logging
 from services.nats_server import ServerError
 from services.registry import SERVE, load_serve
@@ -59,16 +60,39 @@ def parser() -> argparse.ArgumentParser:
     up = _command(commands, "up", _up, "run everything on this machine")
     up.add_argument("--max-steps", type=int, metavar="N", help="stop after N batches (run.max_steps); 0: until stopped")
     up.add_argument("--fresh", action="store_true", help="move an older run folder of this name aside and begin anew")
+    up.add_argument("--nats-nodes", type=int, metavar="N", help="start a cluster of N servers: 1, 3 or 5 (nats.nodes)")
 
     run = _command(commands, "run", _run, "run one service")
     run.add_argument("service", choices=[str(role) for role in SERVE], metavar="SERVICE", help=", ".join(SERVE))
     run.add_argument("--instance", default="0", metavar="NAME", help="name of this replica; for an engine, its engine name")
     run.add_argument("--health-port", type=int, default=0, metavar="PORT", help="serve /healthz and /status here")
 
+    init = _command(commands, "init", _init, "make keys and server configuration for a run")
+    init.add_argument("--run", metavar="NAME", help="name of the run (run.name)")
+    init.add_argument("--out", metavar="DIR", required=True, help="folder to make; must not exist")
+    init.add_argument("--nodes", type=int, default=1, choices=(1, 3, 5), metavar="N", help="servers: 1, or a cluster of 3 or 5")
+    init.add_argument("--hosts", metavar="A,B,C", help="where services and the other nodes reach each node; default nats-1,...")
+    init.add_argument("--tls", action="store_true", help="make a CA and a server certificate; clients must then use TLS")
+    init.add_argument(
+        "--at", metavar="PATH", help="where the server finds DIR, in a container for example; default: where it is"
+    )
+    init.add_argument("--store", metavar="PATH", help="where each server keeps its data; default: a folder below DIR")
+
+    _command(commands, "provision", _provision, "create a run's streams under the admin's key")
+
     _command(commands, "check", _check, "print the resolved configuration, or say what is wrong with it")
 
     status = _command(commands, "status", _status, "show services, what they wait for, engines and group counts")
     status.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started")
+
+    dead = _command(commands, "dead-letters", _dead_letters, "show messages that could not be used, or give one back")
+    dead.add_argument("action", choices=("list", "show", "redrive"), help="list all, show one, or publish one again")
+    dead.add_argument("seq", type=int, nargs="?", metavar="SEQ", help="the letter's number in the list")
+    dead.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started")
+
+    audit = _command(commands, "audit", _audit, "check a run's streams and checkpoints against each other")
+    audit.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started, ended ones included")
+    audit.add_argument("--json", metavar="OUT", help="write the findings here as well")
 
     watch = _command(commands, "watch", _watch, "show the progress of a run on an existing NATS, and write its metrics")
     watch.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started")
@@ -108,6 +132,7 @@ def _up(options: argparse.Namespace) -> int:
     from services.stack import up
 
     more = [] if options.max_steps is None else [f"run.max_steps={options.max_steps}"]
+    more += [] if options.nats_nodes is None else [f"nats.nodes={options.nats_nodes}"]
     return asyncio.run(up(_config(options, *more), fresh=options.fresh))
 
 
@@ -122,6 +147,33 @@ def _run(options: argparse.Namespace) -> int:
     return run_service(role, options.instance, config, load_serve(role), health_port=options.health_port)
 
 
+def _init(options: argparse.Namespace) -> int:
+    from services.init_folder import Layout, init
+
+    config = _config(options, *([f'run.name="{options.run}"'] if options.run else []))
+    layout = Layout(
+        out=Path(options.out),
+        nodes=options.nodes,
+        hosts=tuple(options.hosts.split(",")) if options.hosts else (),
+        tls=options.tls,
+        at=options.at or "",
+        store=options.store or "",
+    )
+    for line in init(config, layout):
+        print(line)
+    return EXIT_OK
+
+
+def _provision(options: argparse.Namespace) -> int:
+    from services.provision_run import provision_run
+
+    _quiet_logs()
+    config = _config(options)
+    asyncio.run(provision_run(config))
+    print(f"the streams of run {config.run.name} are there, as the table says")
+    return EXIT_OK
+
+
 def _check(options: argparse.Namespace) -> int:
     print(to_toml(_config(options)), end="")
     return EXIT_OK
@@ -131,11 +183,33 @@ def _status(options: argparse.Namespace) -> int:
     from services.status import show
 
     _quiet_logs()
-    return asyncio.run(show(_existing(options)))
+    config = _existing(options)
+    return asyncio.run(show(config, _folder(options)))
+
+
+def _dead_letters(options: argparse.Namespace) -> int:
+    from services import dead_letters_command as letters
+
+    _quiet_logs()
+    config = _existing(options)
+    if options.action == "list":
+        return asyncio.run(letters.show_list(config, _folder(options)))
+    if options.seq is None:
+        raise UsageError(f"`headrace dead-letters {options.action}` needs the letter's SEQ, as `dead-letters list` shows it")
+    one = letters.show_one if options.action == "show" else letters.redrive
+    return asyncio.run(one(config, _folder(options), options.seq))
+
+
+def _audit(options: argparse.Namespace) -> int:
+    _quiet_logs()
+    config = _existing(options)
+    verify = importlib.import_module("trainer.checkpoint").verify
+    audit: Callable[..., Coroutine[None, None, int]] = importlib.import_module("admission.audit_command").run_audit
+    return asyncio.run(audit(config, _folder(options), verify, Path(options.json) if options.json else None))
 
 
 def _watch(options: argparse.Namespace) -> int:
-    from services.stack import watch
+    from services.watch import watch
 
     _quiet_logs()
     config = _existing(options)
@@ -156,6 +230,11 @@ def _sft(options: argparse.Namespace) -> int:
     return run(["--config", options.config])
 
 
+def _folder(options: argparse.Namespace) -> Path | None:
+    """The run folder that was given or found."""
+    return Path(options.run_folder) if options.run_folder else None
+
+
 def _existing(options: argparse.Namespace) -> Config:
     """The configuration of a run that goes on elsewhere: from its folder, or from --config with --nats."""
     if not options.run_folder:
@@ -170,7 +249,9 @@ def _existing(options: argparse.Namespace) -> Config:
         return config
     if not url_file(folder).is_file():
         raise UsageError(f"no run is known at {folder}; pass --run-folder DIR or --nats URL")
-    return _config(options, f'nats.url="{url_file(folder).read_text(encoding="ascii").strip()}"')
+    known = [f'nats.url="{url_file(folder).read_text(encoding="ascii").strip()}"']
+    key = seed_path(run_keys(folder), Role.OBSERVER)
+    return _config(options, *known, *([f'nats.nkey_seed_file="{key}"'] if key.is_file() else []))
 
 
 def _quiet_logs() -> None:

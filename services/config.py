@@ -39,8 +39,19 @@ class Nats(_Section):
 
     url: str = Field("", description="Server URL(s), comma-separated; empty: `headrace up` starts an embedded server")
     store_bytes: int = Field(8 * 2**30, ge=64 * 2**20, description="Bytes that this run's streams may hold together")
-    replicas: int = Field(1, ge=1, le=5, description="Stream replicas; 3 on a three-node cluster")
-    nkey_seed_file: str = Field("", description="File with this service's nkey seed; empty: no authentication")
+    nodes: Literal[1, 3, 5] = Field(1, description="Servers that `headrace up` starts; 3 or 5: a cluster that may lose some")
+    replicas: int = Field(1, ge=1, le=5, description="Stream replicas; on a cluster that `headrace up` starts at least 3")
+    embedded_keys: bool = Field(True, description="The embedded server knows each service by a key of its own")
+    nkey_seed_file: str = Field("", description="File with this service's nkey seed; empty: look in nkey_folder")
+    nkey_folder: str = Field(
+        "", description="Folder with `<role>.nk`, of which a service takes its own; empty: no authentication"
+    )
+    joining: tuple[str, ...] = Field(
+        (), description="Further names that engines and executors may join under, with keys; `*`: any, with less separation"
+    )
+    admin_seed_file: str = Field(
+        "", description="nkey seed that may create streams; empty: `admin.nk` in nkey_folder, if there"
+    )
     tls_ca_file: str = Field("", description="CA certificate of the server; empty: no TLS")
     connect_timeout_s: float = Field(30.0, gt=0, description="Bound on the first connection")
 
@@ -190,7 +201,23 @@ class ParamSync(_Section):
     )
     max_unavailable: int = Field(1, ge=1, description="Engines that may leave service at a time")
     anchor_every: int = Field(20, ge=1, description="Versions between full snapshots")
+    keep_anchors: int = Field(
+        3,
+        ge=0,
+        description="Full snapshots kept with all patches after them; what no engine needs of the older is removed; 0: all",
+    )
     apply_timeout_s: float = Field(120.0, gt=0, description="Bound on one engine's change before it is named and passed over")
+
+
+class Fencing(_Section):
+    """Services of which one may work at a time: admission, trainer, param_sync. A second one waits."""
+
+    renew_s: float = Field(1.0, gt=0, description="Seconds between the owner's renewals")
+    ttl_s: float = Field(3.0, gt=0, description="Silence of the owner after which a second takes over; at least 2 renewals")
+    trainer_ttl_s: float = Field(
+        15.0, gt=0, description="The same for the trainer, whose interpreter can be busy for seconds, as while it loads"
+    )
+    cut_off_s: float = Field(30.0, gt=0, description="An owner that gets no answer from the server for this long ends itself")
 
 
 class Eval(_Section):
@@ -230,6 +257,7 @@ class Config(_Section):
     admission: Admission = Admission()
     trainer: Trainer = Trainer()
     param_sync: ParamSync = ParamSync()
+    fencing: Fencing = Fencing()
     eval: Eval = Eval()
     telemetry: Telemetry = Telemetry()
 
@@ -249,6 +277,11 @@ class Config(_Section):
             raise ValueError(
                 f"admission.min_rewards: {self.admission.min_rewards} exceeds rollout.group_size ({self.rollout.group_size})"
             )
+        for field, ttl_s in (("ttl_s", self.fencing.ttl_s), ("trainer_ttl_s", self.fencing.trainer_ttl_s)):
+            if ttl_s < 2 * self.fencing.renew_s:
+                raise ValueError(
+                    f"fencing.{field}: {ttl_s:g} leaves no room for two renewals of {self.fencing.renew_s:g} s; raise it"
+                )
         for field, names in (("engine.names", self.engine.names), ("sandbox.names", self.sandbox.names)):
             if len(set(names)) != len(names):
                 raise ValueError(f"{field}: {list(names)} names one service twice; give each its own name")

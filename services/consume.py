@@ -1,74 +1,27 @@
-"""Reading from JetStream: ordered folds over a log, live registers, and work consumers with credit and heartbeats.
+"""Reading logs in order: folds over a whole log or some of its subjects, once or for ever, and the newest of each subject.
 
-Every pull is bounded by count, bytes and time, and survives a server restart: credit is counted back from the server's own
-status messages, and a pull that stays silent past its expiry is written off.
+A reader sees every item once, whatever happens to the server. It checks each item's digest, and looks after every start of the
+server whether what it has read still stands there; `services/continuity.py` says what can be missing and how that is noticed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
-import nats.errors
-import structlog
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
-from schemas.codec import CodecError, decode_any
-from schemas.table import Stream, consumer_of
-from services.bus import Bus, BusError, IntegrityError, Item, item_of
+from schemas.table import Stream, family_of, spec_of
+from services.bus import DIGEST_HEADER, Bus, IntegrityError, Item
+from services.continuity import Hole, LogRewound, Standing
+from services.dead_letters import pass_over, report_loss
+from services.pull import Damaged, Inbox, Position, position_of, pull_forever, to_item
 
-log = structlog.get_logger()
-_PULL_BYTES = 16 * 2**20
-_EXPIRES_S = 5.0
-_DAMAGE_RETRY_S = 5.0
-_MAX_TRIES = 20  # deliveries of a whole message whose handler keeps meeting damage elsewhere
-_CLOSE_INBOX_S = 2.0
-
-
-class Retry(Exception):
-    """Raised by a handler that cannot do its work now; the message comes back after `delay_s`."""
-
-    def __init__(self, reason: str, delay_s: float = 1.0) -> None:
-        super().__init__(reason)
-        self.delay_s = delay_s
-
-
-@dataclass(slots=True)
-class _Position:
-    seq: int
-    time_ns: int
-    consumer_seq: int
-    pending: int
-    delivered: int
-
-
-def _position(message: Msg) -> _Position:
-    """Stream and consumer position out of the acknowledgement subject, in its nine-token or its newer form."""
-    parts = message.reply.split(".")
-    if len(parts) >= 11:  # $JS.ACK.<domain>.<account>.<stream>.<consumer>.<n>.<sseq>.<cseq>.<time>.<pending>[.<token>]
-        parts = ["$JS", "ACK", *parts[4:11]]
-    return _Position(int(parts[5]), int(parts[7]), int(parts[6]), int(parts[8]), int(parts[4]))
-
-
-def _status(message: Msg) -> str | None:
-    headers = message.headers or {}
-    return headers.get("Status") if not message.reply or headers.get("Status") else None
-
-
-def _consumer_is_gone(message: Msg, status: str) -> bool:
-    """No responder to a pull, or the server's word that the consumer was deleted."""
-    return status == "503" or (status == "409" and "Consumer Deleted" in (message.headers or {}).get("Description", ""))
-
-
-def _to_item(stream: str, message: Msg, position: _Position) -> Item:
-    return item_of(stream, message.subject, position.seq, position.time_ns, message.data, dict(message.headers or {}))
+BATCH = 256
+_QUIET_LOOKS = 3
+Event = Item | Damaged | Hole | None
 
 
 async def fold(
@@ -84,36 +37,83 @@ async def fold(
 
     Yields `None` each time it has caught up with the stream, so that a reader knows when its state is complete; with
     `live=False` it ends there. `patterns` are table patterns; none means the whole stream. Needs no acknowledgement: a reader
-    that restarts folds again. Raises `IntegrityError` at a hole in an unfiltered log or at a damaged item.
+    that restarts folds again. Raises `IntegrityError` at a damaged item and at a hole in an unfiltered log, and `Rewound` when
+    what it has read no longer stands there. Passed over, with the alarm, are a damaged value of a subject that takes others
+    after it, and a hole in the log that a filtered reader looks into.
     """
-    name = bus.subjects.stream(stream)
-    expected = start
+    found = events(bus, stream, *patterns, start=start, stop=stop, live=live, latest_per_subject=latest_per_subject)
+    async with aclosing(found):
+        async for event in found:
+            if isinstance(event, Damaged):
+                if _is_once(bus, event):
+                    raise IntegrityError(event.reason)
+                await pass_over(bus, event)
+            elif not isinstance(event, Hole):
+                yield event
+            elif not patterns and not latest_per_subject:
+                raise IntegrityError(str(event))
+
+
+def _is_once(bus: Bus, damaged: Damaged) -> bool:
+    """Whether nothing else can ever stand where this does."""
+    _, family = family_of(damaged.item.subject.removeprefix(bus.subjects.prefix))
+    return family.once
+
+
+async def events(
+    bus: Bus,
+    stream: Stream,
+    *patterns: str,
+    start: int = 1,
+    stop: asyncio.Event,
+    live: bool = True,
+    latest_per_subject: bool = False,
+    bodies: bool = True,
+    batch: int = BATCH,
+) -> AsyncGenerator[Event, None]:
+    """As `fold`, with damage as data: a damaged item comes as `Damaged`, missing sequences as `Hole`, each said aloud once.
+
+    A reader of the whole log gets a hole where it is; a filtered one gets those that the server tells of before the items, and
+    the others when it has caught up. Without `bodies`, items have no bytes and the digest that they declare. Raises `Rewound`.
+    """
+    reader = _Reader(bus, stream, patterns, start, latest_per_subject, bodies)
     caught_up = False
     while not stop.is_set():
-        consumer = await _ephemeral(bus, name, [bus.subjects.pattern(p) for p in patterns], expected, latest_per_subject)
-        if consumer.pending == 0 and not caught_up:
+        await reader.look()
+        await reader.create()
+        for hole in reader.holes_here():
+            yield hole
+        if reader.is_at_end() and not caught_up:
             caught_up = True
             yield None
             if not live:
                 return
-        inbox = bus.client.new_inbox()
-        subscription = await bus.client.subscribe(inbox, pending_bytes_limit=256 * 2**20)
+        inbox = await Inbox.open(bus)
+        messages = pull_forever(bus, reader.name, reader.consumer, inbox, stop, batch)
         try:
-            async for message in _pull_forever(bus, name, consumer.name, inbox, subscription, stop):
-                position = _position(message)
-                if position.seq < expected and not latest_per_subject:
-                    continue
-                if not patterns and not latest_per_subject and position.seq != expected and expected > start:
-                    raise IntegrityError(f"{name}: sequences {expected} to {position.seq - 1} are missing")
-                expected = position.seq + 1
-                yield _to_item(name, message, position)
-                if position.pending == 0:
-                    caught_up = True
-                    yield None
-                    if not live:
-                        return
+            async with aclosing(messages):
+                async for message in messages:
+                    if message is None:
+                        if not await reader.is_stuck():
+                            continue
+                        await reader.find_unreadable()
+                    else:
+                        position = position_of(message)
+                        if reader.has_passed(position):
+                            continue
+                        await reader.pass_to(position)
+                        for hole in reader.holes_here():
+                            yield hole
+                        yield reader.item(message, position)
+                    if reader.is_at_end():
+                        for hole in reader.holes_here():
+                            yield hole
+                        caught_up = True
+                        yield None
+                        if not live:
+                            return
         finally:
-            await _unsubscribe(subscription)
+            await inbox.close()
 
 
 async def read_all(bus: Bus, stream: Stream, *patterns: str, start: int = 1) -> list[Item]:
@@ -123,6 +123,14 @@ async def read_all(bus: Bus, stream: Stream, *patterns: str, start: int = 1) -> 
     ]
 
 
+async def read_events(
+    bus: Bus, stream: Stream, *patterns: str, start: int = 1, bodies: bool = True
+) -> list[Item | Damaged | Hole]:
+    """Everything stored up to now, with what is damaged or missing."""
+    found = events(bus, stream, *patterns, start=start, stop=asyncio.Event(), live=False, bodies=bodies, batch=4 * BATCH)
+    return [event async for event in found if event is not None]
+
+
 async def read_latest(bus: Bus, stream: Stream, *patterns: str) -> list[Item]:
     """The newest item of each subject, up to now."""
     stop = asyncio.Event()
@@ -130,272 +138,113 @@ async def read_latest(bus: Bus, stream: Stream, *patterns: str) -> list[Item]:
     return [item async for item in items if item is not None]
 
 
-@dataclass(slots=True)
-class _Ephemeral:
-    name: str
-    pending: int
+class _Reader:
+    """One reader's place in a log, and its consumer on the server, which is made anew whenever the server forgets it."""
 
-
-async def _ephemeral(bus: Bus, stream: str, filters: list[str], start: int, latest: bool) -> _Ephemeral:
-    config: dict[str, Any] = {
-        "ack_policy": "none",
-        "deliver_policy": "last_per_subject" if latest else "by_start_sequence",
-        "inactive_threshold": 60_000_000_000,
-        "mem_storage": True,
-        "num_replicas": 1,
-        "max_waiting": 8,
-    }
-    if latest:
-        config["filter_subjects"] = filters or [">"]
-    elif filters:
-        config["filter_subjects"] = filters
-    if not latest:
-        config["opt_start_seq"] = max(1, start)
-    reply = await bus.request(f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config})
-    return _Ephemeral(reply["name"], int(reply.get("num_pending", 0)))
-
-
-async def _pull_forever(
-    bus: Bus, stream: str, consumer: str, inbox: str, subscription: Subscription, stop: asyncio.Event, batch: int = 256
-) -> AsyncIterator[Msg]:
-    """Messages of one consumer, pull after pull; ends when `stop` is set or the consumer is gone."""
-    while not stop.is_set():
-        received = 0
-        await _send_pull(bus, stream, consumer, inbox, batch)
-        deadline = time.monotonic() + _EXPIRES_S + 2.0
-        reconnected = bus.reconnected
-        while received < batch:
-            if stop.is_set() or reconnected.is_set():
-                break
-            try:
-                message = await subscription.next_msg(timeout=min(0.5, max(0.05, deadline - time.monotonic())))
-            except nats.errors.TimeoutError:
-                if time.monotonic() > deadline:
-                    break
-                continue
-            except (nats.errors.BadSubscriptionError, nats.errors.ConnectionClosedError):
-                return
-            status = _status(message)
-            if status is None:
-                received += 1
-                yield message
-            elif status in ("404", "408"):
-                break
-            elif status == "409":
-                text = (message.headers or {}).get("Description", "")
-                if "Consumer Deleted" in text:
-                    return
-                break
-            elif status == "503":
-                return
-        if received == 0 and time.monotonic() > deadline and not await _exists(bus, stream, consumer):
-            return
-
-
-async def _exists(bus: Bus, stream: str, consumer: str) -> bool:
-    try:
-        await bus.request(f"CONSUMER.INFO.{stream}.{consumer}", {})
-    except BusError:
-        return False
-    return True
-
-
-async def _send_pull(bus: Bus, stream: str, consumer: str, inbox: str, batch: int) -> None:
-    body = {"batch": batch, "expires": int(_EXPIRES_S * 1e9), "max_bytes": _PULL_BYTES}
-    try:
-        await bus.client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", json.dumps(body).encode(), reply=inbox)
-    except nats.errors.OutboundBufferLimitError:
-        await asyncio.sleep(0.5)
-
-
-async def _unsubscribe(subscription: Subscription) -> None:
-    try:
-        await subscription.unsubscribe()
-    except (nats.errors.Error, OSError):
-        pass
-
-
-async def _close_inbox(subscription: Subscription) -> None:
-    """End the server's interest in an inbox and take in what was on its way; the server then drops the pulls waiting for it."""
-    try:
-        async with asyncio.timeout(_CLOSE_INBOX_S):
-            await subscription.drain()  # type: ignore[no-untyped-call]
-    except (nats.errors.Error, OSError, TimeoutError) as error:
-        log.info("inbox not closed in order", error=repr(error))
-
-
-def _readable(message: Msg) -> bool:
-    """Is the message itself whole? Only then is it worth another try."""
-    try:
-        decode_any(message.data)
-    except CodecError:
-        return False
-    return True
-
-
-Handler = Callable[[Item], Awaitable[None]]
-
-
-class WorkConsumer:
-    """Runs a handler over a durable consumer's messages, at most `capacity` at a time.
-
-    Consumes: the consumer's messages. Acks: after the handler returned, so its publishes are confirmed first. While a handler
-    works, its message is kept by in-progress heartbeats. A handler's `Retry` hands the message back; a damaged message is
-    terminated and logged, and the work goes on. On stop: no more pulls, running handlers end within `drain_s`, the rest are
-    handed back at once. `inactive_s` lets the server drop a consumer that nobody has pulled from for that long, for instances
-    whose name never comes back; should it be dropped while its owner lives, it is created again.
-    """
-
-    def __init__(
-        self,
-        bus: Bus,
-        template: str,
-        *,
-        x: str = "",
-        lane: str = "",
-        capacity: int,
-        drain_s: float = 20.0,
-        inactive_s: float = 0.0,
-    ) -> None:
-        self.spec = consumer_of(template)
+    def __init__(self, bus: Bus, stream: Stream, patterns: tuple[str, ...], start: int, latest: bool, bodies: bool) -> None:
+        self.name = bus.subjects.stream(stream)
+        self.consumer = ""
         self._bus = bus
-        self.name = self.spec.name.format(x=x, lane=lane)
-        self.filter = bus.subjects.pattern(self.spec.filter.format(x=x, lane=lane))
-        self.stream = bus.subjects.stream(self.spec.stream)
-        self.capacity = capacity
-        self.drain_s = drain_s
-        self.inactive_s = inactive_s
-        self.running = 0
-        self.done = 0
-        self._outstanding = 0
-        self._wake = asyncio.Event()
+        self._stream = stream
+        self._patterns = patterns
+        self._filters = [bus.subjects.pattern(pattern) for pattern in patterns]
+        self._latest = latest
+        self._bodies = bodies
+        self._is_log = spec_of(stream).deny_delete and not latest
+        self._standing = Standing(stream, max(1, start))
+        self._holes: list[Hole] = []  # that the reader was not given yet
+        self._pending = 0  # messages still to come, by the server's count
+        self._quiet = 0
+
+    async def look(self) -> None:
+        """Note what the server says is missing. Raises `Rewound` when something that was read is gone."""
+        if not self._is_log:
+            return
+        try:
+            holes = self._standing.look(await self._bus.stream_state(self._stream))
+            await self._look_at_anchor()
+        except LogRewound as error:
+            await report_loss(self._bus, error.hole)
+            raise
+        await self._note(holes)
+
+    def holes_here(self) -> list[Hole]:
+        """The holes to tell of now: those before the item that was reached, at the end all, to a filtered reader at once."""
+        at = self._standing.at
+        told = [hole for hole in self._holes if self._patterns or self.is_at_end() or hole.first <= at]
+        self._holes = [hole for hole in self._holes if hole not in told]
+        return told
+
+    async def _look_at_anchor(self) -> None:
+        """A log that was cut short may have grown again meanwhile: is the last item that was read still the same?"""
+        anchor = self._standing.anchor
+        if anchor and await self._bus.stored_ns(self._stream, {"seq": anchor}) != self._standing.anchor_ns:
+            self._standing.look(await self._bus.stream_state(self._stream))  # it may have been cut short since
+            raise LogRewound(Hole(self._stream, anchor, anchor, "truncated"))
 
     async def create(self) -> None:
-        """Create the durable consumer, or verify that the server's equals the table's. Raises `BusError` naming differences."""
+        """An ephemeral consumer from here on."""
         config: dict[str, Any] = {
-            "durable_name": self.name,
-            "name": self.name,
-            "filter_subject": self.filter,
-            "ack_policy": "explicit",
-            "ack_wait": int(self.spec.ack_wait_s * 1e9),
-            "max_ack_pending": self.spec.max_ack_pending,
-            "max_deliver": -1,
-            "deliver_policy": "all",
-            "max_waiting": 64,
+            "ack_policy": "none",
+            "deliver_policy": "last_per_subject" if self._latest else "by_start_sequence",
+            "inactive_threshold": 60_000_000_000,
+            "mem_storage": True,
+            "num_replicas": 1,
+            "max_waiting": 8,
+            "headers_only": not self._bodies,
         }
-        if self.inactive_s:
-            config["inactive_threshold"] = int(self.inactive_s * 1e9)
-        api = f"CONSUMER.CREATE.{self.stream}.{self.name}.{self.filter}"
-        reply = await self._bus.request(api, {"stream_name": self.stream, "config": config})
-        wrong = {k: (v, reply["config"].get(k)) for k, v in config.items() if reply["config"].get(k, v) != v}
-        if wrong:
-            raise BusError(f"consumer {self.name} differs from the table (wanted, found): {wrong}")
+        if self._latest or self._filters:
+            config["filter_subjects"] = self._filters or [">"]
+        if not self._latest:
+            config["opt_start_seq"] = self._standing.at + 1
+        reply = await self._bus.request(f"CONSUMER.CREATE.{self.name}", {"stream_name": self.name, "config": config})
+        self.consumer, self._pending = reply["name"], int(reply.get("num_pending", 0))
 
-    async def run(self, handler: Handler, stop: asyncio.Event) -> None:
-        """Work until `stop`, then drain."""
-        await self.create()
-        inbox = self._bus.client.new_inbox()
-        arrived: deque[Msg] = deque()
+    def is_at_end(self) -> bool:
+        return self._pending == 0
 
-        async def on_message(message: Msg) -> None:
-            arrived.append(message)
-            self._wake.set()
+    def has_passed(self, position: Position) -> bool:
+        return position.seq <= self._standing.at and not self._latest
 
-        subscription = await self._bus.client.subscribe(inbox, cb=on_message, pending_bytes_limit=256 * 2**20)
-        tasks: set[asyncio.Task[None]] = set()
-        failures: list[BaseException] = []
+    async def pass_to(self, position: Position) -> None:
+        """Go on to an item."""
+        self._pending, self._quiet = position.pending, 0
+        if self._is_log and not self._patterns:
+            await self._note(self._standing.end_at(position.seq - 1))
+        self._standing.pass_to(position.seq, position.time_ns)
+        if self._is_log:
+            self._bus.saw(self._stream, position.seq)
 
-        def finished(task: asyncio.Task[None]) -> None:
-            tasks.discard(task)
-            self.running = len(tasks)
-            error = None if task.cancelled() else task.exception()
-            if error is not None:
-                failures.append(error)
-            self._wake.set()
+    def item(self, message: Msg, position: Position) -> Item | Damaged:
+        """What was delivered."""
+        if self._bodies:
+            return to_item(self.name, message, position)
+        headers = dict(message.headers or {})
+        return Item(self.name, message.subject, position.seq, position.time_ns, b"", headers.get(DIGEST_HEADER, ""), headers)
 
-        silent_since = time.monotonic()
-        reconnected = self._bus.reconnected
-        try:
-            while not stop.is_set() and not failures:
-                if reconnected.is_set() or time.monotonic() - silent_since > _EXPIRES_S + 2.0:
-                    reconnected = self._bus.reconnected
-                    self._outstanding = 0
-                    silent_since = time.monotonic()
-                room = self.capacity - len(tasks) - self._outstanding
-                # Few and large pulls: each waits on the server until it is used up, and the server refuses too many waiting.
-                if room > 0 and (self._outstanding == 0 or room >= self.capacity // 4):
-                    await _send_pull(self._bus, self.stream, self.name, inbox, room)
-                    self._outstanding += room
-                if not arrived:
-                    self._wake.clear()
-                    with suppress(asyncio.TimeoutError):
-                        await asyncio.wait_for(self._wake.wait(), 0.5)
-                while arrived:
-                    silent_since = time.monotonic()
-                    message = arrived.popleft()
-                    status = _status(message)
-                    if status is not None:
-                        left = int((message.headers or {}).get("Nats-Pending-Messages", "0") or 0)
-                        self._outstanding = max(0, self._outstanding - left) if status in ("404", "408", "409") else 0
-                        if _consumer_is_gone(message, status):
-                            log.warning("consumer is gone, creating it again", consumer=self.name)
-                            await asyncio.sleep(0.5)
-                            await self.create()
-                            self._outstanding = 0
-                        continue
-                    self._outstanding = max(0, self._outstanding - 1)
-                    task = asyncio.create_task(self._handle(message, handler))
-                    tasks.add(task)
-                    self.running = len(tasks)
-                    task.add_done_callback(finished)
-            await _close_inbox(subscription)  # first, or a waiting pull of ours would get what is handed back
-            for message in arrived:
-                if _status(message) is None:
-                    await _ack(message, b"-NAK")
-            if tasks:
-                await asyncio.wait(tasks, timeout=self.drain_s)
-        finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks, timeout=2)
-            await _unsubscribe(subscription)
-        if failures:
-            raise failures[0]
+    async def is_stuck(self) -> bool:
+        """Whether the server has our pull, counts messages for it, and cannot read any of them."""
+        self._quiet += 1
+        if self.is_at_end() or (self._latest and self._quiet < _QUIET_LOOKS):
+            return False
+        for pattern in [] if self._latest else self._filters or [">"]:
+            ahead = {"seq": self._standing.at + 1, "next_by_subj": pattern}
+            if await self._bus.stored_ns(self._stream, ahead) is not None:
+                return False
+        self._pending = 0
+        return True
 
-    async def _handle(self, message: Msg, handler: Handler) -> None:
-        position = _position(message)
-        keeper = asyncio.create_task(self._keep(message))
-        try:
-            item = _to_item(self.stream, message, position)
-            await handler(item)
-            await _ack(message, b"+ACK")
-            self.done += 1
-        except Retry as retry:
-            log.info("handed back", consumer=self.name, subject=message.subject, reason=str(retry))
-            await _ack(message, b'-NAK {"delay": %d}' % int(retry.delay_s * 1e9))
-        except (CodecError, IntegrityError) as error:
-            if _readable(message) and position.delivered < _MAX_TRIES:  # something else that the handler read is damaged
-                log.error("handed back", consumer=self.name, subject=message.subject, seq=position.seq, error=str(error))
-                await _ack(message, b'-NAK {"delay": %d}' % int(_DAMAGE_RETRY_S * 1e9))
-            else:
-                log.error("refused message", consumer=self.name, subject=message.subject, seq=position.seq, error=str(error))
-                await _ack(message, b"+TERM")
-        except asyncio.CancelledError:
-            await _ack(message, b"-NAK")
-            raise
-        finally:
-            keeper.cancel()
+    async def find_unreadable(self) -> None:
+        """Note which sequences the server passes over."""
+        if not self._is_log:
+            self._bus.alarm("unreadable", stream=str(self._stream))
+        elif self._patterns:  # only a reader of everything can tell
+            found = await read_events(self._bus, self._stream, start=self._standing.start, bodies=False)
+            await self._note([event for event in found if isinstance(event, Hole) and event.how == "unreadable"])
+        else:
+            await self._note(self._standing.end_at((await self._bus.stream_state(self._stream)).last_seq))
 
-    async def _keep(self, message: Msg) -> None:
-        while True:
-            await asyncio.sleep(self.spec.ack_wait_s / 3)
-            await _ack(message, b"+WPI")
-
-
-async def _ack(message: Msg, word: bytes) -> None:
-    """Send one acknowledgement word. A lost one only brings the message back, and every effect is once-only."""
-    try:
-        await message._client.publish(message.reply, word)
-    except (nats.errors.Error, OSError) as error:
-        log.warning("ack not sent", word=word.decode(), error=repr(error))
+    async def _note(self, holes: list[Hole]) -> None:
+        for hole in holes:
+            await report_loss(self._bus, hole)
+        self._holes += holes

@@ -1,4 +1,4 @@
-"""Several logs followed at once, as one bounded sequence of arrivals for a service's loop."""
+"""Several logs followed at once, as one bounded sequence of arrivals for a service's loop. Damage arrives as data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from schemas.table import Stream
 from services.bus import Bus, Item
-from services.consume import fold
+from services.consume import events
+from services.continuity import Hole
+from services.pull import Damaged
 
 _POLL_S = 0.5
 
@@ -26,10 +28,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One message of one log; `item` is `None` when the log has just been read up to its present end."""
+    """One message of one log, or what is there in its place; neither when the log has just been read up to its present end."""
 
     stream: Stream
     item: Item | None
+    damage: Damaged | Hole | None = None
 
 
 class Feed:
@@ -57,19 +60,20 @@ class Feed:
         return ", ".join(sorted(self._behind))
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Follow every source until `stop`. Raises what `fold` raises."""
+        """Follow every source until `stop`. Raises `Rewound` when what was read no longer stands in a log."""
         async with asyncio.TaskGroup() as group:
             for source in self._sources:
                 group.create_task(self._follow(source, stop), name=f"follow-{source.stream}")
 
     async def _follow(self, source: Source, stop: asyncio.Event) -> None:
-        items = fold(self._bus, source.stream, *source.patterns, stop=stop, latest_per_subject=source.latest_per_subject)
-        async for item in items:
+        found = events(self._bus, source.stream, *source.patterns, stop=stop, latest_per_subject=source.latest_per_subject)
+        async for event in found:
             while len(self._arrived) >= self._limit and not stop.is_set():
                 self._room.clear()
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._room.wait(), _POLL_S)
-            self._arrived.append(Arrival(source.stream, item))
+            damage = event if isinstance(event, (Damaged, Hole)) else None
+            self._arrived.append(Arrival(source.stream, event if isinstance(event, Item) else None, damage))
             self._wake.set()
 
     async def take(self, timeout_s: float) -> list[Arrival]:
@@ -81,5 +85,5 @@ class Feed:
         taken = list(self._arrived)
         self._arrived.clear()
         self._room.set()
-        self._behind -= {arrival.stream for arrival in taken if arrival.item is None}
+        self._behind -= {arrival.stream for arrival in taken if arrival.item is None and arrival.damage is None}
         return taken

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from schemas.health import Heartbeat, Lifecycle, Wait
+from schemas.health import ALARM, SEEN, Heartbeat, Lifecycle, Wait
 from services.bus import Bus
 
 log = structlog.get_logger()
@@ -68,11 +68,16 @@ class Health:
             pid=os.getpid(),
             phase=self.phase,
             waits=tuple(longest),
-            counters={**self.counters, "waits": float(len(self._waits))},
+            counters={**self.counters, **self._of_the_bus(), "waits": float(len(self._waits))},
             loop_lag_s=self.loop_lag_s,
             started_ns=self._started_ns,
             at_ns=time.time_ns(),
         )
+
+    def _of_the_bus(self) -> dict[str, float]:
+        """Alarms by kind, and how far this process knows each log to reach, so that a log that was cut short is noticed."""
+        alarms = {f"{ALARM}{kind}": float(count) for kind, count in self._bus.alarms.items()}
+        return alarms | {f"{SEEN}{stream}": float(seq) for stream, seq in self._bus.seen.items()}
 
     async def beat(self, stop: asyncio.Event) -> None:
         """Publish heartbeats until `stop`; a wait that has lasted ten seconds is logged with its culprit, once."""

@@ -1,4 +1,4 @@
-"""What a local run starts: the embedded server and one process per service, as command lines with their environments."""
+"""What a local run starts: one process per service, as command lines with their environments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from schemas.table import Role
 from services.child import LIFELINE, ChildSpec
 from services.config import Config
 from services.engine.registry import vllm_available
-from services.nats_server import binary, configuration
+from services.identity import seed_file
 from services.registry import instances
 from services.run_folder import RunFolder
 
-SERVER = "nats-server"
-_HEAD_ROOM = 1.1  # the server counts what streams reserve, and file blocks round up
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
 _FIRST_TO_STOP = (Role.SAMPLER, Role.ROLLOUTER)  # while what they wait for still answers
 
@@ -25,27 +23,14 @@ def label_of(role: Role | str, instance: str) -> str:
     return f"{role}-{instance}"
 
 
-def server_plan(config: Config, folder: RunFolder, port: int) -> ChildSpec:
-    """The embedded server on its own store. It inherits the folder's lock: the store is in use for as long as it lives."""
-    home = (folder.path / "nats").resolve()
-    text = configuration(store=home / "store", port=port, max_file_bytes=int(config.nats.store_bytes * _HEAD_ROOM) + 2**26)
-    (home / "nats.conf").write_text(text, encoding="utf-8")
-    return ChildSpec(
-        label=SERVER,
-        argv=(binary(), "-c", str(home / "nats.conf")),
-        log=folder.log(SERVER),
-        inherit=(folder.lock,),
-    )
-
-
 def service_plan(config: Config, folder: RunFolder, url: str, lifeline: int) -> list[ChildSpec]:
-    """One process per service instance, all reading the run folder's resolved configuration."""
+    """One process per service instance, all reading the run folder's resolved configuration, each told of its own key alone."""
     return [
         ChildSpec(
             label=label_of(role, instance),
             argv=(
                 *(sys.executable, "-m", "services.cli", "run", str(role), "--instance", instance),
-                *("--config", str(folder.path / "config.toml"), "--nats", url),
+                *("--config", str(folder.path / "config.toml"), "--nats", url, *_key(config, role)),
             ),
             log=folder.log(label_of(role, instance)),
             environment={**_environment(config, role), LIFELINE: str(lifeline)},
@@ -54,6 +39,13 @@ def service_plan(config: Config, folder: RunFolder, url: str, lifeline: int) -> 
         )
         for role, instance in instances(config)
     ]
+
+
+def _key(config: Config, role: Role) -> tuple[str, ...]:
+    path = seed_file(config.nats, role)
+    if path is None:
+        return ()
+    return ("--set", f'nats.nkey_seed_file="{path}"', "--set", 'nats.nkey_folder=""', "--set", 'nats.admin_seed_file=""')
 
 
 def _environment(config: Config, role: Role) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The embedded nats-server: its binary, its configuration for no acknowledged loss, and its process."""
+"""The nats-server: its binary, its configuration for no acknowledged loss, alone or in a cluster, and its ports."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import asyncio
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 
 class ServerError(RuntimeError):
     """The server could not be started; the text says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """One node's place in a cluster: where it listens for the others, and where they are (itself among them is harmless)."""
+
+    listen: str
+    routes: Sequence[str]
+    secret: str  # nodes let nobody in who does not know it
 
 
 def binary() -> str:
@@ -22,9 +33,25 @@ def binary() -> str:
     return found
 
 
-def configuration(*, store: Path, port: int, max_file_bytes: int, host: str = "127.0.0.1", name: str = "headrace") -> str:
-    """Server configuration: every acknowledged message is on disk (`sync_interval: always`), all limits explicit."""
-    return f"""server_name: {name}
+def configuration(
+    *,
+    store: Path,
+    port: int,
+    max_file_bytes: int,
+    host: str = "127.0.0.1",
+    name: str = "headrace",
+    monitor: str = "",
+    cluster: Cluster | None = None,
+    certificates: Path | None = None,
+    accounts: str = "",
+) -> str:
+    """Server configuration: every acknowledged message is on disk (`sync_interval: always`), all limits explicit.
+
+    `monitor` is an address for health and metrics; it asks nobody for a key, so keep it on this machine. `certificates` is the
+    folder that holds `ca.pem`, `server.pem` and `server-key.pem`; with it, clients and other nodes must use TLS. In a cluster a
+    node keeps whole copies of streams, so `max_file_bytes` holds for each.
+    """
+    text = f"""server_name: {name}
 listen: "{host}:{port}"
 max_payload: 8MB
 max_pending: 256MB
@@ -38,6 +65,18 @@ jetstream {{
   limits {{ max_ack_pending: 65536 }}
 }}
 """
+    if monitor:
+        text += f'http: "{monitor}"\n'
+    tls = ""
+    if certificates is not None:
+        tls = f'cert_file: "{certificates / "server.pem"}", key_file: "{certificates / "server-key.pem"}"'
+        text += f"tls {{ {tls} }}\n"
+        tls = f'\n  tls {{ {tls}, ca_file: "{certificates / "ca.pem"}" }}'
+    if cluster is not None:
+        routes = ", ".join(f'"nats://route:{cluster.secret}@{route}"' for route in cluster.routes)
+        login = f'authorization {{ user: route, password: "{cluster.secret}", timeout: 5 }}'
+        text += f'cluster {{\n  name: headrace\n  listen: "{cluster.listen}"\n  {login}{tls}\n  routes: [{routes}]\n}}\n'
+    return text + accounts
 
 
 def free_port() -> int:

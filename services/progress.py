@@ -11,10 +11,12 @@ from schemas.codec import CodecError, decode_any
 from schemas.ledger import QuarantineEntry
 from schemas.table import Stream
 from schemas.training import StepCommit
-from services.bus import Bus
+from services.bus import Bus, Rewound
 from services.config import Config
-from services.consume import fold
+from services.consume import events
+from services.continuity import Hole
 from services.health import pause
+from services.pull import Damaged
 from services.run_folder import MetricsFile
 from services.samples import Samples
 from services.tally import Tally
@@ -46,7 +48,8 @@ _FOLDS: tuple[tuple[Stream, tuple[str, ...]], ...] = (
 class Progress:
     """Consumes: TASKS, READY, LEDGER, TRAIN, `policy.active`. Produces: lines, metrics rows, samples; nothing on the bus.
 
-    Waits for: new items, until `stop`. On error: a hole in a stream or a damaged item is raised. On stop: prints what it knows.
+    Waits for: new items, until `stop`. On error: a hole in a stream, a damaged item, and a log that was cut short are said and
+    passed over. On stop: prints what it knows.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Progress:
         """Fold and print until `stop`."""
         async with asyncio.TaskGroup() as group:
             for stream, patterns in _FOLDS:
-                group.create_task(self._fold(stream, patterns, stop), name=f"fold-{stream}")
+                group.create_task(self._follow(stream, patterns, stop), name=f"fold-{stream}")
             if self._samples is not None:
                 group.create_task(self._samples.run(stop), name="samples")
             while not stop.is_set():
@@ -93,13 +96,31 @@ class Progress:
             except asyncio.TimeoutError:
                 return
 
-    async def _fold(self, stream: Stream, patterns: tuple[str, ...], stop: asyncio.Event) -> None:
-        async for item in fold(self._bus, stream, *patterns, stop=stop):
-            if item is None:
+    async def _follow(self, stream: Stream, patterns: tuple[str, ...], stop: asyncio.Event) -> None:
+        """Fold a log; one that was cut short is told of and followed on from its new end, since the run goes on as well."""
+        start = 1
+        while not stop.is_set():
+            try:
+                await self._fold(stream, patterns, start, stop)
+            except Rewound as error:
+                self._say(f"lost: {error}")
+                start = await self._bus.last_sequence(stream) + 1
+
+    async def _fold(self, stream: Stream, patterns: tuple[str, ...], start: int, stop: asyncio.Event) -> None:
+        async for event in events(self._bus, stream, *patterns, start=start, stop=stop):
+            if event is None:
                 self._behind.discard(stream)
                 if not self._behind:
                     self.caught_up.set()
                 continue
+            if isinstance(event, Hole):
+                self._say(f"lost: {event}")
+                continue
+            if isinstance(event, Damaged):
+                self._say(f"damaged, passed over: {event.reason}")
+                self._positions[stream] = event.item.seq
+                continue
+            item = event
             try:
                 message = decode_any(item.data)
             except CodecError as error:
@@ -109,8 +130,9 @@ class Progress:
             self.tally.add(message, item.time_ns)
             self._positions[stream] = item.seq
             self._moved.set()
-            if isinstance(message, StepCommit):
+            if isinstance(message, StepCommit) and self.tally.steps.get(message.step) is message:
                 self._arrived[message.step] = time.monotonic()
+                self._next_step = min(self._next_step, message.step)  # a new incarnation takes steps again
             if self._samples is not None and isinstance(message, (StepCommit, QuarantineEntry)):
                 await self._samples.put(message)
 

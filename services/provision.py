@@ -3,16 +3,24 @@ with a diff."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import structlog
 
+from schemas.permissions import uses_blobs, visible_streams
 from schemas.table import BLOB_SHARE, STREAMS, StreamSpec
 from services.bus import Bus, BusError
+from services.health import Health, pause
 
 log = structlog.get_logger()
 _MAX_MESSAGE_BYTES = 8 * 2**20
 MINIMUM_STORE_BYTES = 64 * 2**20
+WAIT_S = 30.0  # for streams that somebody else creates
+_CLUSTER_S = 60.0  # for a cluster that is still finding its leader or its peers
+_SOON = (10005, 10008, 10009)  # no suitable peers, temporarily unavailable, not available
+_STREAM_EXISTS, _NO_STORAGE = 10058, 10047
 
 
 class TableMismatch(BusError):
@@ -27,6 +35,34 @@ async def provision(bus: Bus, store_bytes: int, replicas: int = 1) -> None:
     await _create_or_verify(bus, _blob_config(bus, store_bytes, replicas))
 
 
+async def await_streams(
+    bus: Bus, store_bytes: int, replicas: int, *, health: Health, stop: asyncio.Event, wait_s: float = WAIT_S
+) -> bool:
+    """Verify the streams that our role may see, which another identity creates; false if `stop` came first.
+
+    Raises `BusError` naming who creates them when they are not there after `wait_s`, and `TableMismatch` as `provision` does.
+    """
+    await _check_server(bus)
+    wanted = [_stream_config(bus, spec, store_bytes, replicas) for spec in STREAMS if spec.stream in visible_streams(bus.role)]
+    if uses_blobs(bus.role):
+        wanted.append(_blob_config(bus, store_bytes, replicas))
+    creator = "`headrace provision` or `headrace up`"
+    with health.waiting(f"streams of run {bus.run}", creator, wait_s, "the service ends"):
+        deadline = time.monotonic() + wait_s
+        said = False
+        for config in wanted:
+            while (found := await _info(bus, config["name"])) is None:
+                if time.monotonic() > deadline:
+                    raise BusError(f"stream {config['name']} is not there after {wait_s:.0f} s; {creator} creates it")
+                if not said:
+                    log.info("waiting", what=f"streams of run {bus.run}", culprit=creator, deadline_in_s=round(wait_s))
+                    said = True
+                if await pause(stop, 0.5):
+                    return False
+            _verify(config, found)
+    return True
+
+
 async def _check_server(bus: Bus) -> None:
     if bus.client.max_payload < _MAX_MESSAGE_BYTES - 4096:
         raise BusError(
@@ -38,7 +74,7 @@ async def _check_server(bus: Bus) -> None:
 def _stream_config(bus: Bus, spec: StreamSpec, store_bytes: int, replicas: int) -> dict[str, Any]:
     return {
         "name": bus.subjects.stream(spec.stream),
-        "subjects": [bus.subjects.pattern(s.pattern) for s in spec.subjects],
+        "subjects": [bus.subjects.pattern(_listening(s.pattern)) for s in spec.subjects],
         "retention": spec.retention,
         "storage": spec.storage,
         "discard": spec.discard,
@@ -69,31 +105,65 @@ def _blob_config(bus: Bus, store_bytes: int, replicas: int) -> dict[str, Any]:
         "max_consumers": -1,
         "num_replicas": replicas,
         "allow_direct": True,
-        "allow_rollup_hdrs": True,
         "duplicate_window": 120_000_000_000,
     }
 
 
+def _listening(pattern: str) -> str:
+    """The stream's subject for a table pattern: one without a wildcard ends in one.
+
+    The server delivers a push consumer's messages wherever somebody listens on exactly the subject that its creator names,
+    without asking whether the creator may publish there. Who may read a log could so write into this one.
+    """
+    return pattern if "*" in pattern else f"{pattern.rpartition('.')[0]}.*"
+
+
 async def _create_or_verify(bus: Bus, wanted: dict[str, Any]) -> None:
     name = wanted["name"]
-    reply = await bus.api(f"STREAM.INFO.{name}", {}, 5.0)
-    if "error" in reply:
-        if reply["error"].get("code") != 404:
-            raise BusError(f"{name}: {reply['error'].get('description')}")
-        created = await bus.api(f"STREAM.CREATE.{name}", wanted, 10.0)
+    found = await _info(bus, name)
+    if found is None:
+        created = await _settled(bus, f"STREAM.CREATE.{name}", wanted)
         if "error" not in created:
             log.debug("stream created", stream=name)
             return
-        if created["error"].get("err_code") != 10058:  # another service created it in the meantime
-            fix = " (raise nats.store_bytes or the server's max_file)" if created["error"].get("err_code") == 10047 else ""
+        if created["error"].get("err_code") != _STREAM_EXISTS:  # another service created it in the meantime
+            full = created["error"].get("err_code") == _NO_STORAGE
+            fix = " (raise nats.store_bytes or the server's max_file)" if full else ""
             raise BusError(f"{name}: {created['error'].get('description')}{fix}")
-        reply = await bus.request(f"STREAM.INFO.{name}", {})
-    found = reply["config"]
+        found = (await bus.request(f"STREAM.INFO.{name}", {}))["config"]
+    _verify(wanted, found)
+
+
+async def _info(bus: Bus, name: str) -> dict[str, Any] | None:
+    """A stream's settings on the server; `None` when there is no such stream."""
+    reply = await _settled(bus, f"STREAM.INFO.{name}", {})
+    if "error" not in reply:
+        return dict(reply["config"])
+    if reply["error"].get("code") != 404:
+        raise BusError(f"{name}: {reply['error'].get('description')}")
+    return None
+
+
+async def _settled(bus: Bus, api: str, body: dict[str, Any]) -> dict[str, Any]:
+    """An API call's answer, asked again for a bounded time while a cluster is still forming or electing."""
+    deadline = time.monotonic() + _CLUSTER_S
+    while True:
+        reply = await bus.api(api, body, 10.0)
+        error = reply.get("error", {})
+        clustered = body.get("num_replicas", 1) > 1 or error.get("code") == 503
+        if not (clustered and error.get("err_code") in _SOON) or time.monotonic() > deadline:
+            return reply
+        log.info("the cluster is not ready", api=api, reason=error.get("description"))
+        await asyncio.sleep(1.0)
+
+
+def _verify(wanted: dict[str, Any], found: dict[str, Any]) -> None:
     different = {key: (value, found.get(key)) for key, value in wanted.items() if _same(found.get(key)) != _same(value)}
     if different:
         lines = "\n".join(f"  {key}: table says {want!r}, server has {have!r}" for key, (want, have) in different.items())
         raise TableMismatch(
-            f"stream {name} differs from the table:\n{lines}\nuse another run.name, or remove the stream if its data may go"
+            f"stream {wanted['name']} differs from the table:\n{lines}\n"
+            "use another run.name, or remove the stream if its data may go"
         )
 
 

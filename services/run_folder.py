@@ -126,11 +126,14 @@ def url_file(folder: Path) -> Path:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object per step and per evaluation point, each exactly once across restarts."""
+    """`metrics.jsonl`: one JSON object per step and per evaluation point, each exactly once across restarts.
+
+    A step that a new incarnation of the trainer took again has a row of each; the last one is on the line.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: set[tuple[str, int | str]] = set()
+        self._seen: set[tuple[str, int | str, int]] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = self._whole_lines()
         for line in whole.splitlines():
@@ -153,5 +156,5 @@ class MetricsFile:
         return data[: data.rfind(b"\n") + 1]
 
 
-def _identity(row: dict[str, Any]) -> tuple[str, int | str]:
-    return (row["kind"], row["point"] if row["kind"] == "eval" else row["step"])
+def _identity(row: dict[str, Any]) -> tuple[str, int | str, int]:
+    return (row["kind"], row["point"] if row["kind"] == "eval" else row["step"], row.get("incarnation", 0))

@@ -12,7 +12,6 @@ import signal
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 import uvloop
@@ -21,8 +20,9 @@ from schemas.table import Role
 from services.bus import Bus, BusError
 from services.config import Config, ConfigError
 from services.health import Health
+from services.identity import may_create_streams, read_seed, seed_file
 from services.logs import start_logging
-from services.provision import provision
+from services.provision import await_streams, provision
 from services.tracing import start_tracing
 
 log = structlog.get_logger()
@@ -73,7 +73,7 @@ async def _live(role: Role, instance: str, config: Config, serve: Serve, health_
     _handle_signals(stop)
     try:
         bus = await connect(config, role, instance, on_fatal)
-    except BusError as error:
+    except (BusError, ConfigError) as error:
         log.error("cannot start", error=str(error))
         return EXIT_FAILED
     health = Health(bus, config.telemetry.heartbeat_s)
@@ -81,14 +81,14 @@ async def _live(role: Role, instance: str, config: Config, serve: Serve, health_
     code = EXIT_CLEAN
     background_stop = asyncio.Event()
     try:
-        await provision(bus, config.nats.store_bytes, config.nats.replicas)
         async with asyncio.TaskGroup() as group:
-            group.create_task(health.beat(background_stop), name="heartbeat")
-            group.create_task(health.measure_lag(background_stop), name="loop-lag")
-            if health_port:
-                group.create_task(health.serve_http(health_port, background_stop), name="health")
             try:
-                await serve(context)
+                if health_port:
+                    group.create_task(health.serve_http(health_port, background_stop), name="health")
+                if await _have_streams(context):
+                    group.create_task(health.beat(background_stop), name="heartbeat")
+                    group.create_task(health.measure_lag(background_stop), name="loop-lag")
+                    await serve(context)
                 health.enter("stopped" if stop.is_set() else "draining")
                 if not stop.is_set():
                     raise RuntimeError(f"{role} ended without being asked to")
@@ -120,27 +120,44 @@ def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
             yield error
 
 
-async def connect(config: Config, role: Role, instance: str, on_fatal: Callable[[str], None] | None = None) -> Bus:
-    """A bus connection as the configuration says. Raises `BusError` naming server or file."""
-    seed = None
-    if config.nats.nkey_seed_file:
-        try:
-            seed = Path(config.nats.nkey_seed_file).read_text(encoding="ascii").strip()
-        except OSError as error:
-            raise BusError(f"nats.nkey_seed_file: cannot read {config.nats.nkey_seed_file} ({error.strerror})") from error
-    tls = ssl.create_default_context(cafile=config.nats.tls_ca_file) if config.nats.tls_ca_file else None
+async def _have_streams(context: ServiceContext) -> bool:
+    """Create the run's streams, or with a key, which only verifies, wait for them; false if asked to stop meanwhile."""
+    nats, bus = context.config.nats, context.bus
+    if not may_create_streams(nats, context.role):
+        return await await_streams(bus, nats.store_bytes, nats.replicas, health=context.health, stop=context.stop)
+    await provision(bus, nats.store_bytes, nats.replicas)
+    return True
+
+
+async def connect(
+    config: Config, role: Role, instance: str, on_fatal: Callable[[str], None] | None = None, *, identity: str = ""
+) -> Bus:
+    """A bus connection as the configuration says, with the key of `identity` (the role's own where none is given).
+
+    Raises `BusError` naming the server and `ConfigError` naming the file.
+    """
     if not config.nats.url:
         raise BusError("nats.url is empty; pass --nats URL, or use `headrace up`, which starts a server")
+    key = seed_file(config.nats, identity or role)
     return await Bus.connect(
         config.nats.url,
         config.run.name,
         role,
         instance,
         timeout_s=config.nats.connect_timeout_s,
-        nkeys_seed=seed,
-        tls=tls,
+        nkeys_seed=None if key is None else read_seed(key),
+        tls=_trusted(config.nats.tls_ca_file) if config.nats.tls_ca_file else None,
         on_fatal=on_fatal,
+        identity=identity,
     )
+
+
+def _trusted(ca_file: str) -> ssl.SSLContext:
+    """A context that trusts this CA alone."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"nats.tls_ca_file: {ca_file} cannot be read as a CA certificate ({error})") from error
 
 
 async def _say_goodbye(bus: Bus, health: Health) -> None:

@@ -1,32 +1,33 @@
-"""`headrace up` and `headrace watch`: the local stack from lock to summary, and the view of a run that goes on elsewhere."""
+"""`headrace up`: the local stack from lock to summary."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import structlog
 from rich.console import Console
 
-from schemas.codec import CodecError
+from schemas.codec import CodecError, decode_any
 from schemas.health import Heartbeat
+from schemas.permissions import ADMIN
 from schemas.table import Role, Stream
-from services.bus import Bus, BusError
+from services.bus import Bus
 from services.child import ChildSpec
-from services.config import Config, ConfigError
+from services.config import Config, ConfigError, Nats
 from services.consume import fold
-from services.health import pause
-from services.local_plan import SERVER, check_model, engine_kind, label_of, server_plan, service_plan
+from services.embedded_server import EmbeddedServers
+from services.health import Health
+from services.identity import may_create_streams, seed_file
+from services.local_plan import check_model, engine_kind, label_of, service_plan
 from services.logs import start_logging
-from services.nats_server import accepts, free_port
 from services.progress import Progress, is_complete
-from services.provision import provision
+from services.provision import await_streams, provision
+from services.provision_run import provision_run
 from services.run_folder import MetricsFile, RunFolder
 from services.runtime import EXIT_BUS_LOST, EXIT_CLEAN, EXIT_FAILED, EXIT_HARD, connect
 from services.samples import Samples
@@ -36,7 +37,6 @@ from services.supervisor import GaveUp, Supervisor
 from services.tally import Tally
 
 log = structlog.get_logger()
-_SERVER_START_S = 30.0
 _CATCH_UP_S = 10.0
 Plan = Callable[[Config, RunFolder, str, int], list[ChildSpec]]
 
@@ -63,8 +63,8 @@ async def run_stack(config: Config, *, fresh: bool, say: Callable[[str], None], 
     if problem:
         raise ConfigError(problem)
     resolve_suite(config.tasks.suite)  # said here in one line rather than by three services in a loop
-    kind = engine_kind(config)
-    config = config.model_copy(update={"engine": config.engine.model_copy(update={"kind": kind})})
+    engine = config.engine.model_copy(update={"kind": engine_kind(config)})
+    config = config.model_copy(update={"engine": engine, "nats": _with_own_servers(config.nats)})
     with RunFolder(config, fresh=fresh) as folder, folder.log("supervisor").open("a", encoding="utf-8") as file:
         start_logging("supervisor", "0", config.telemetry.log_level, file)
         if folder.moved_to is not None:
@@ -86,42 +86,24 @@ class _Stack:
         self._signals = 0
 
     async def run(self) -> Outcome:
-        with _on_signals(self._on_signal):
+        with on_signals(self._on_signal):
             if self._config.nats.url:
                 self._folder.note_url(self._config.nats.url)
-                return await self._with_server(self._config.nats.url)
+                return await self._with_server(self._config.nats)
             return await self._with_embedded_server()
 
     async def _with_embedded_server(self) -> Outcome:
-        port = free_port()
-        url = f"nats://127.0.0.1:{port}"
-        server = Supervisor([server_plan(self._config, self._folder, port)], self._say)
-        self._supervisors.append(server)
-        stop_server = asyncio.Event()
-        tasks = (
-            asyncio.create_task(self._keep_server(server, stop_server), name="nats-server"),
-            asyncio.create_task(_note_server(server, port, stop_server), name="nats-server readiness"),
-        )
-        try:
-            if not await accepts(port, _SERVER_START_S):
-                raise BusError(f"the embedded server does not answer on port {port}; see {self._folder.log(SERVER)}")
-            self._folder.note_url(url)
-            return await self._with_server(url)
-        finally:
-            stop_server.set()
-            await asyncio.gather(*tasks)
+        servers = EmbeddedServers(self._config, self._folder, self._say)
+        self._supervisors += servers.supervisors.values()
+        async with servers.running(self._on_lost):
+            self._folder.note_url(servers.nats.url)
+            return await self._with_server(servers.nats)
 
-    async def _keep_server(self, server: Supervisor, stop: asyncio.Event) -> None:
-        try:
-            await server.run(stop)
-        except GaveUp as error:
-            self._on_lost(str(error))
-
-    async def _with_server(self, url: str) -> Outcome:
-        config = self._config.model_copy(update={"nats": self._config.nats.model_copy(update={"url": url})})
+    async def _with_server(self, nats: Nats) -> Outcome:
+        config = self._config.model_copy(update={"nats": nats})
         bus = await connect(config, Role.OBSERVER, f"up-{os.getpid()}", self._on_lost)
         try:
-            await provision(bus, config.nats.store_bytes, config.nats.replicas)
+            await self._create_streams(config, bus)
             metrics = MetricsFile(self._folder.path / "metrics.jsonl")
             progress = Progress(bus, config, self._say, metrics, Samples(bus, config, self._folder.path))
             return await self._with_progress(config, bus, progress)
@@ -129,11 +111,22 @@ class _Stack:
             self._lost = self._lost or "closing"
             await bus.close()
 
+    async def _create_streams(self, config: Config, bus: Bus) -> None:
+        """Create the run's streams as the one who may; where we may not, wait for whoever may."""
+        nats = config.nats
+        if seed_file(nats, ADMIN) is not None:
+            await provision_run(config)
+        elif may_create_streams(nats, Role.OBSERVER):
+            await provision(bus, nats.store_bytes, nats.replicas)
+        else:
+            health = Health(bus, config.telemetry.heartbeat_s)
+            await await_streams(bus, nats.store_bytes, nats.replicas, health=health, stop=self._stop)
+
     async def _with_progress(self, config: Config, bus: Bus, progress: Progress) -> Outcome:
         stop_progress = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(progress.run(stop_progress), name="progress")
-            await _first_of(progress.caught_up, self._stop)
+            await first_of(progress.caught_up, self._stop)
             code = EXIT_BUS_LOST if self._lost else EXIT_CLEAN
             if not self._stop.is_set() and not is_complete(progress.tally, config):
                 code = await self._run_services(config, bus, progress)
@@ -186,11 +179,11 @@ class _Stack:
         async for item in fold(bus, Stream.REGISTRY, "reg.service.*.*", stop=self._stop, latest_per_subject=True):
             if item is not None:
                 try:
-                    beat = item.decode(Heartbeat)
+                    beat = decode_any(item.data)
                 except CodecError as error:
                     log.error("unreadable heartbeat", subject=item.subject, seq=item.seq, error=str(error))
                     continue
-                if beat.phase == "ready":
+                if isinstance(beat, Heartbeat) and beat.phase == "ready":
                     services.ready(label_of(beat.service, beat.instance), beat.pid)
 
     def _on_lost(self, reason: str) -> None:
@@ -209,17 +202,15 @@ class _Stack:
         self._stop.set()
 
 
-async def _note_server(server: Supervisor, port: int, stop: asyncio.Event) -> None:
-    """Tell the supervisor of each server process that answers, so that killing it again and again is never given up."""
-    seen = None
-    while not await pause(stop, 0.1):
-        pid = server.pid(SERVER)
-        if pid is not None and pid != seen and await accepts(port, 1.0):
-            server.ready(SERVER, pid)
-            seen = pid
+def _with_own_servers(nats: Nats) -> Nats:
+    """The settings for servers that we start: their keys are made with them, and on a cluster one of them may be lost."""
+    if nats.url:
+        return nats
+    foreign = dict.fromkeys(("nkey_seed_file", "nkey_folder", "admin_seed_file", "tls_ca_file"), "")
+    return nats.model_copy(update={**foreign, "replicas": nats.replicas if nats.nodes == 1 else max(3, nats.replicas)})
 
 
-async def _first_of(*events: asyncio.Event) -> None:
+async def first_of(*events: asyncio.Event) -> None:
     """Wait until one of the events is set."""
     tasks = [asyncio.create_task(event.wait()) for event in events]
     try:
@@ -229,56 +220,8 @@ async def _first_of(*events: asyncio.Event) -> None:
             task.cancel()
 
 
-async def watch(config: Config, *, record: bool) -> int:
-    """Print the progress of a run on an existing server until it is complete or a signal comes.
-
-    `record` also writes metrics and samples to the run folder, which nobody else may be doing then.
-    """
-    stop, lost = asyncio.Event(), list[str]()
-
-    def on_lost(reason: str) -> None:
-        lost.append(reason)
-        stop.set()
-
-    say = printer()
-    with _on_signals(stop.set):
-        bus = await connect(config, Role.OBSERVER, f"watch-{os.getpid()}", on_lost)
-        try:
-            await _streams(bus, config.nats.connect_timeout_s, stop)
-            folder = config.run_folder()
-            metrics, samples = None, None
-            if record:
-                metrics, samples = MetricsFile(folder / "metrics.jsonl"), Samples(bus, config, folder)
-            progress = Progress(bus, config, say, metrics, samples)
-            say(f"run {config.run.name} on {urlsplit(config.nats.url).netloc or config.nats.url}")
-            async with asyncio.TaskGroup() as group:
-                group.create_task(progress.run(stop))
-                await _first_of(progress.complete, stop)
-                stop.set()
-            say(summary(progress.tally, config, folder))
-        finally:
-            was_lost = bool(lost)
-            await bus.close()
-    return EXIT_BUS_LOST if was_lost else EXIT_CLEAN
-
-
-async def _streams(bus: Bus, timeout_s: float, stop: asyncio.Event) -> None:
-    """Wait for the run's streams, which its services create. Raises `BusError` when they do not come."""
-    deadline = time.monotonic() + timeout_s
-    while not stop.is_set():
-        try:
-            await bus.last_sequence(Stream.POLICY)
-            return
-        except BusError as error:
-            if time.monotonic() > deadline:
-                raise BusError(
-                    f"no run {bus.run!r} on this server after {timeout_s:.0f} s ({error}); is run.name right?"
-                ) from error
-        await asyncio.sleep(0.5)
-
-
 @contextmanager
-def _on_signals(handler: Callable[[], None]) -> Iterator[None]:
+def on_signals(handler: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, handler)

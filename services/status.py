@@ -1,22 +1,29 @@
-"""`headrace status`: a table of services with what they wait for, one of engines with their versions, and the group counts."""
+"""`headrace status`: a table of services with what they wait for, one of engines with their versions, alarms, group counts."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from schemas.codec import decode_any
-from schemas.health import Heartbeat, Wait
+from schemas.codec import CodecError, decode_any
+from schemas.health import ALARM, Heartbeat, Wait
+from schemas.message import Message
 from schemas.policy import EngineState, FleetVersions
 from schemas.table import Role, Stream
-from services.bus import BusError
+from services.bus import Bus, BusError, IntegrityError, Item
 from services.config import Config
-from services.consume import read_all, read_latest
+from services.consume import read_events
+from services.continuity import Hole
+from services.high_water import cut_short
+from services.pull import Damaged
 from services.runtime import connect
+from services.stopped_run import has_ended
 from services.summary import groups_line
 from services.tally import Tally
 
@@ -24,33 +31,91 @@ _CONNECT_S = 5.0
 _COUNTED = (Stream.TASKS, Stream.READY, Stream.LEDGER)
 
 
-async def show(config: Config) -> int:
-    """Print the state of a run. Raises `BusError` when there is no server or no such run."""
+async def show(config: Config, folder: Path | None = None) -> int:
+    """Print the state of a run. Raises `BusError` when there is no server or no such run, unless its folder has ended."""
+    console = Console(highlight=False, emoji=False)
     bounded = config.nats.model_copy(update={"connect_timeout_s": min(_CONNECT_S, config.nats.connect_timeout_s)})
-    bus = await connect(config.model_copy(update={"nats": bounded}), Role.OBSERVER, f"status-{os.getpid()}")
+    try:
+        bus = await connect(config.model_copy(update={"nats": bounded}), Role.OBSERVER, f"status-{os.getpid()}")
+    except BusError:
+        if folder is None or not has_ended(folder):
+            raise
+        console.print(ended(config.run.name, folder), soft_wrap=True)
+        return 0
     try:
         try:
-            latest = [decode_any(item.data) for item in await read_latest(bus, Stream.REGISTRY)]
+            latest = [message for _, message in await _readable(bus, Stream.REGISTRY)]
         except BusError as error:
             raise BusError(f"no run {bus.run!r} on {config.nats.url} ({error}); is run.name right?") from error
         tally = Tally()
         for stream in _COUNTED:
-            for item in await read_all(bus, stream):
-                tally.add(decode_any(item.data), item.time_ns)
-        last = await bus.last(bus.subjects.active())
+            for item, message in await _readable(bus, stream):
+                tally.add(message, item.time_ns)
+        fleet = await _fleet(bus)
+        dead = await bus.last_sequence(Stream.DEAD)
+        shorter = await cut_short(bus)
     finally:
         await bus.close()
     now_ns = time.time_ns()
-    console = Console(highlight=False, emoji=False)
-    console.print(
-        services_table([beat for beat in latest if isinstance(beat, Heartbeat)], now_ns, 4 * config.telemetry.heartbeat_s)
-    )
+    beats = [beat for beat in latest if isinstance(beat, Heartbeat)]
+    console.print(services_table(beats, now_ns, 4 * config.telemetry.heartbeat_s))
     console.print(engines_table([state for state in latest if isinstance(state, EngineState)], now_ns))
-    if last is not None:
-        fleet = last.decode(FleetVersions)
+    if fleet is not None:
         console.print(f"target version {fleet.target}, engines serve {fleet.oldest} to {fleet.newest}", soft_wrap=True)
     console.print(f"groups: {groups_line(tally)}", soft_wrap=True)
+    for line in [*alarms(beats, bus.alarms), *(f"alarm: {hole}" for hole in shorter)]:
+        console.print(line, soft_wrap=True)
+    if dead:
+        console.print(f"dead letters: {dead}; `headrace dead-letters list` shows them", soft_wrap=True)
     return 0
+
+
+async def _fleet(bus: Bus) -> FleetVersions | None:
+    try:
+        item = await bus.last(bus.subjects.active())
+        return item.decode(FleetVersions) if item is not None else None
+    except (IntegrityError, CodecError):
+        bus.alarm("unreadable", subject=bus.subjects.active())
+        return None
+
+
+async def _readable(bus: Bus, stream: Stream) -> list[tuple[Item, Message]]:
+    """What a stream holds, as far as it can be read; the rest is the alarms' business."""
+    found: list[tuple[Item, Message]] = []
+    for event in await read_events(bus, stream):
+        if isinstance(event, Damaged):
+            bus.alarm("unreadable", subject=event.item.subject, seq=event.item.seq)
+        if not isinstance(event, Damaged | Hole):
+            try:
+                found.append((event, decode_any(event.data)))
+            except CodecError:
+                bus.alarm("unreadable", subject=event.subject, seq=event.seq)
+    return found
+
+
+def alarms(beats: Sequence[Heartbeat], seen_here: dict[str, int]) -> list[str]:
+    """One line for each service that met damage or loss, and one for what this look itself met."""
+    lines = []
+    for beat in sorted(beats, key=lambda beat: (beat.service, beat.instance)):
+        found = {name.removeprefix(ALARM): count for name, count in beat.counters.items() if name.startswith(ALARM) and count}
+        if found:
+            told = ", ".join(f"{name} {count:g}" for name, count in sorted(found.items()))
+            lines.append(f"alarm: {beat.service} {beat.instance}: {told}; see its log")
+    if seen_here:
+        lines.append(f"alarm: this look: {', '.join(f'{name} {count}' for name, count in sorted(seen_here.items()))}")
+    return lines
+
+
+def ended(run: str, folder: Path) -> str:
+    """What the folder of a run that has ended tells of it."""
+    file, last = folder / "metrics.jsonl", ""
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        row = json.loads(line)
+        if row["kind"] == "step":
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at_ns"] / 1e9))
+            last = f"; its last step was {row['step']}, at {when}"
+    look = f"`headrace audit --run-folder {folder}` checks it, `headrace up` goes on with it"
+    return f"run {run} has ended{last}; folder {folder}; {look}"
 
 
 def services_table(beats: Sequence[Heartbeat], now_ns: int, silent_after_s: float) -> Table:

@@ -11,6 +11,7 @@ from typing import Any
 from schemas.group import ReadyGroup
 from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, BatchEntry, QuarantineEntry
+from schemas.lineage import Lineage
 from schemas.message import Message
 from schemas.policy import FleetVersions
 from schemas.training import EvalResult, StepCommit
@@ -39,7 +40,7 @@ class _Series:
 
 
 class Tally:
-    """A fold over TASKS, READY, LEDGER, TRAIN and `policy.active`."""
+    """A fold over TASKS, READY, LEDGER, TRAIN and `policy.active`. `steps` are those of the line that training stands on."""
 
     def __init__(self) -> None:
         self.steps: dict[int, StepCommit] = {}
@@ -47,6 +48,7 @@ class Tally:
         self.fleet: FleetVersions | None = None
         self.quarantined_by: dict[str, int] = {}
         self.abandoned_by: dict[str, int] = {}
+        self._line = Lineage()
         self._step_times: dict[int, int] = {}
         self._batches: dict[int, BatchEntry] = {}
         self._rewards: dict[str, tuple[float, int]] = {}  # group -> sum and number of rewards
@@ -78,13 +80,22 @@ class Tally:
                 if not message.ready_seq:
                     self._closed_unready.add(time_ns)
             case StepCommit():
-                self.steps[message.step] = message
-                self._step_times[message.step] = time_ns
+                self._step(message, time_ns)
             case EvalResult():
                 self.evaluations[message.point] = message
             case FleetVersions():
                 self.fleet = message
                 self._fleets.append((time_ns, message.engines))
+
+    def _step(self, commit: StepCommit, time_ns: int) -> None:
+        """A new incarnation takes the place of the steps from its first on; what a dead branch still says is not counted."""
+        if not self._line.add(commit):
+            return
+        if self._line.began_with(commit):
+            for dead in [step for step in self.steps if step > commit.step]:
+                del self.steps[dead], self._step_times[dead]
+        self.steps[commit.step] = commit
+        self._step_times[commit.step] = time_ns
 
     def groups(self, time_ns: int | None = None) -> dict[str, int]:
         """Training groups: leased = consumed + quarantined + abandoned + open; `ready` is how many of the open are ready."""
@@ -114,6 +125,7 @@ class Tally:
             "kind": "step",
             "step": step,
             "version": commit.version,
+            "incarnation": commit.incarnation,
             "at_ns": at,
             "reward_mean": sum(total for total, _ in sums) / rewarded if rewarded else None,
             "rewarded": rewarded,

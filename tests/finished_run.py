@@ -20,6 +20,7 @@ from services.base_weights import snapshot_of
 from services.bus import Bus
 from services.config import Config, load
 from services.consume import read_all
+from services.identity import read_seed, run_keys, seed_path
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,7 +60,9 @@ class FinishedRun:
         )
         try:
             assert await nats_server.accepts(port, 20), "the reopened server does not answer"
-            bus = await Bus.connect(f"nats://127.0.0.1:{port}", self.config.run.name, Role.OBSERVER, "test")
+            key = seed_path(run_keys(self.folder), Role.OBSERVER)
+            seed = read_seed(key) if key.is_file() else None
+            bus = await Bus.connect(f"nats://127.0.0.1:{port}", self.config.run.name, Role.OBSERVER, "test", nkeys_seed=seed)
             yield bus
             await bus.close()
         finally:

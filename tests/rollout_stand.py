@@ -23,20 +23,23 @@ from rollouter.chat import ChatRenderer
 from rollouter.manifest import policy_manifest
 from schemas.actions import Finish
 from schemas.arrays import Array
+from schemas.attempts import AttemptOpened
 from schemas.codec import decode_any
 from schemas.generation import AbortRequest, GenerateRequest, GenerateResult
 from schemas.lease import GroupLease, group_id
 from schemas.policy import EnginePhase, EngineState
+from schemas.sandbox import SandboxCleanup, SandboxResult
 from schemas.table import Role, Stream
 from schemas.trajectory import Episode, SamplingConfig, TurnRecord, Verdict, VersionSpan
 from services.bus import Bus, Item
 from services.config import Config, check
-from services.consume import WorkConsumer, read_all
+from services.consume import read_all
 from services.health import Health, pause
 from services.provision import provision
 from services.runtime import Serve, ServiceContext
 from services.sandbox import service as sandbox_service
 from services.verifier import service as verifier_service
+from services.work import WorkConsumer
 
 RENDERER = ChatRenderer(Path("examples/terminal/model"))
 TASKS = suite.task_ids("train")
@@ -301,4 +304,22 @@ async def verdicts_of(bus: Bus, count: int, timeout_s: float = 40.0) -> dict[tup
 
 
 async def turns_of(bus: Bus) -> list[TurnRecord]:
-    return [item.decode(TurnRecord) for item in await read_all(bus, Stream.TURNS)]
+    records = [decode_any(item.data) for item in await read_all(bus, Stream.TURNS)]
+    return [record for record in records if isinstance(record, TurnRecord)]
+
+
+async def lose_sandbox(bus: Bus, ask: Ask) -> None:
+    """Remove the sandbox of a conversation behind its rollouter's back."""
+
+    item = await bus.last(bus.subjects.turn(ask.group, ask.slot, ask.attempt, "open"))
+    assert item is not None
+    opened = item.decode(AttemptOpened)
+    requester = f"thief-{ask.session}"
+    request = SandboxCleanup(command_id=f"{opened.sandbox}.lost", requester=requester, sandbox=opened.sandbox)
+    await bus.publish(bus.subjects.sandbox("cleanup", opened.executor), request)
+
+    async def gone() -> bool:
+        answer = await bus.last(bus.subjects.sandbox_result(requester))
+        return answer is not None and answer.decode(SandboxResult).status == "ok"
+
+    await eventually("the sandbox's removal", gone)

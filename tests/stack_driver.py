@@ -1,6 +1,6 @@
 """Runs `run_stack` with a stand-in for the services, as its own process, so that tests can signal and kill it.
 
-Run as `python tests/stack_driver.py FOLDER STEPS PAUSE_S [fresh]`.
+Run as `python tests/stack_driver.py FOLDER STEPS PAUSE_S [fresh] [SECTION.FIELD=VALUE ...]`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ if __name__ == "__main__":
             f"run.max_steps={sys.argv[2]}",
             "engine.kind=simulated",
             f"nats.store_bytes={2**28}",
+            "nats.embedded_keys=false",  # one process writes what many identities write otherwise
             f'policy.model="{STANDIN.parent.parent / "examples/terminal/model"}"',
+            *(word for word in sys.argv[4:] if "=" in word),
         ],
     )
     sys.exit(asyncio.run(run_stack(config, fresh="fresh" in sys.argv[4:], say=printer(), plan=plan)).code)

@@ -18,7 +18,7 @@ from schemas.codec import encode
 from schemas.group import ReadyGroup
 from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, QuarantineEntry
 from schemas.termination import Termination
-from schemas.training import BatchDemand
+from schemas.training import BatchDemand, Branch
 
 GROUPS = 3
 GATES = GateSettings(max_lag=1, min_rewards=1)
@@ -248,6 +248,94 @@ def test_a_run_whose_settings_changed_in_the_middle_replays() -> None:
     assert replay(enumerate(groups, 1), enumerate(demands, 1), ledger, strict, GATES) is None
 
 
+def asked_again(step: int, incarnation: int, left_at: int) -> BatchDemand:
+    """The demand of a trainer that came back as a new incarnation."""
+    branches = tuple(Branch(number, left_at) for number in range(1, incarnation + 1))
+    return BatchDemand(run="t", step=step, version=step, incarnation=incarnation, groups=GROUPS, branches=branches)
+
+
+def test_the_newest_incarnations_demand_counts_and_the_old_one_does_not_come_back() -> None:
+    state, ledger = Assembly(), []
+    for ordinal in range(8):
+        state.ready(ordinal + 1, make_ready(ordinal, oldest=4 + ordinal % 2))  # every other one under the version that is left
+    state.demand(20, make_demand(5))
+    state.demand(30, asked_again(5, 1, 4))
+    state.demand(20, make_demand(5))
+    drain(state, ledger)
+    turned_away = [entry for _, entry in ledger if isinstance(entry, QuarantineEntry)]
+    assert {(entry.reason, entry.demand_seq) for entry in turned_away} == {("dead_branch", 30)}
+    batch = ledger[-1][1]
+    assert isinstance(batch, BatchEntry)
+    assert (batch.demand_seq, batch.incarnation) == (30, 1)
+    assert [member.group for member in batch.groups] == ["g00000000", "g00000002", "g00000004"]
+
+
+def test_a_batch_that_the_dead_branch_was_given_stays_the_batch_of_its_step() -> None:
+    state, ledger = Assembly(), []
+    for ordinal in range(6):
+        state.ready(ordinal + 1, make_ready(ordinal, oldest=5))
+    state.demand(20, make_demand(5))
+    drain(state, ledger)
+    state.demand(30, asked_again(5, 1, 4))
+    drain(state, ledger)
+    assert [type(entry) for _, entry in ledger] == [BatchEntry]
+    state.demand(31, asked_again(6, 1, 4))
+    drain(state, ledger)
+    assert [entry.reason for _, entry in ledger[1:] if isinstance(entry, QuarantineEntry)] == ["dead_branch"] * 3
+
+
+def test_a_writer_that_is_behind_the_demands_of_the_ledger_decides_nothing() -> None:
+    """Else it would answer a demand that the writer before it had seen superseded."""
+    groups = [make_ready(ordinal, oldest=5) for ordinal in range(4)]
+    demands = [(20, make_demand(5)), (30, asked_again(5, 1, 4))]
+    first, behind, ledger = Assembly(), Assembly(), []
+    for seq, group in enumerate(groups, 1):
+        first.ready(seq, group)
+        behind.ready(seq, group)
+    for demand in demands:
+        first.demand(*demand)
+    behind.demand(*demands[0])
+    entry = decide(first, GATES)[0]
+    behind.entry(1, entry)
+    assert decide(behind, GATES) == []
+    behind.demand(*demands[1])
+    ledger.append((1, entry))
+    drain(behind, ledger)
+    assert {entry.reason for _, entry in ledger} == {"dead_branch"}
+    assert replay(enumerate(groups, 1), demands, ledger, GATES) is None
+
+
+@st.composite
+def streams_of_incarnations(draw: st.DrawFn) -> tuple[list[ReadyGroup], list[BatchDemand]]:
+    """Groups sampled by up to three incarnations, and a trainer that asks for steps again each time it comes back."""
+    groups = []
+    for ordinal in range(draw(st.integers(0, 20))):
+        version = draw(st.integers(0, 4))
+        group = make_ready(ordinal, oldest=version)
+        group = with_siblings(group, 1, incarnation=draw(st.integers(0, 2)))
+        groups.append(spoiled(group, draw(st.sampled_from([0, 0, 0, 1, 2]))))
+    incarnation, demands = 0, []
+    for step in range(draw(st.integers(0, 5))):
+        demands.append(asked_again(step, incarnation, draw(st.integers(0, 4))))
+        while incarnation < 2 and draw(st.booleans()):
+            incarnation += 1
+            demands.append(asked_again(step, incarnation, draw(st.integers(0, 4))))
+    return groups, demands
+
+
+@given(streams_of_incarnations(), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=200)
+def test_a_recording_of_several_incarnations_replays(
+    history: tuple[list[ReadyGroup], list[BatchDemand]], disorder: random.Random
+) -> None:
+    """Invariants 3, 4, 5 and 9: whenever the new demand came, the recorded decisions come out again, and each group once."""
+    groups, demands = history
+    ledger = ledger_of(groups, demands, disorder, restarts=True)
+    assert replay(enumerate(groups, 1), enumerate(demands, 1), ledger, GATES) is None
+    result = account([make_lease(group.ordinal) for group in groups], [entry for _, entry in ledger])
+    assert result.holds, result.line()
+
+
 class Ledger(RuleBasedStateMachine):
     """Groups come, the trainer asks, the service crashes: the model is the plain rule on lists."""
 
@@ -317,7 +405,7 @@ class Ledger(RuleBasedStateMachine):
         eligible = [
             group.group
             for _, group in self.ready
-            if group.group not in taken and isinstance(judge(group, batch.version, 0, GATES), Eligible)
+            if group.group not in taken and isinstance(judge(group, batch.version, (), GATES), Eligible)
         ]
         return eligible[:GROUPS]
 

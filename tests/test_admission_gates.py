@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from admission.gates import Abandon, Decision, Eligible, GateSettings, Quarantine, judge
-from schemas.group import ReadyGroup
+from schemas.group import IncarnationSpan, ReadyGroup
 from schemas.ledger import AbandonReason, QuarantineReason
 from schemas.termination import Termination
+from schemas.training import Branch
 
 SETTINGS = GateSettings(max_lag=2)
 
@@ -23,7 +24,7 @@ def reason_of(decision: Decision) -> str:
 @given(st.integers(0, 50), st.integers(0, 8), st.integers(0, 60))
 def test_lag_k_is_in_and_k_plus_one_is_out(version: int, max_lag: int, oldest: int) -> None:
     """Invariant 7."""
-    decision = judge(make_ready(oldest=oldest), version, 0, GateSettings(max_lag=max_lag))
+    decision = judge(make_ready(oldest=oldest), version, (), GateSettings(max_lag=max_lag))
     lag = version - oldest
     if lag < 0:
         assert reason_of(decision) == QuarantineReason.INCARNATION
@@ -35,14 +36,14 @@ def test_lag_k_is_in_and_k_plus_one_is_out(version: int, max_lag: int, oldest: i
 
 def test_lag_counts_from_the_oldest_token_of_any_sibling() -> None:
     group = with_siblings(make_ready(oldest=7), 1, oldest_version=4, newest_version=7)
-    assert judge(group, 7, 0, GateSettings(max_lag=3)) == Eligible(3)
-    assert reason_of(judge(group, 7, 0, GateSettings(max_lag=2))) == "stale"
-    assert reason_of(judge(group, 7, 0, GateSettings(max_lag=3, versions="homogeneous"))) == "mixed_versions"
+    assert judge(group, 7, (), GateSettings(max_lag=3)) == Eligible(3)
+    assert reason_of(judge(group, 7, (), GateSettings(max_lag=2))) == "stale"
+    assert reason_of(judge(group, 7, (), GateSettings(max_lag=3, versions="homogeneous"))) == "mixed_versions"
 
 
 def test_a_sibling_without_tokens_has_no_version_and_no_lag() -> None:
     group = with_siblings(make_ready(oldest=5), 0, sampled_tokens=0, oldest_version=-1, newest_version=-1)
-    assert judge(group, 5, 0, GateSettings(max_lag=0)) == Eligible(0)
+    assert judge(group, 5, (), GateSettings(max_lag=0)) == Eligible(0)
 
 
 GOOD = make_ready(oldest=1, newest=2)
@@ -80,7 +81,7 @@ CASES: dict[str, tuple[ReadyGroup, GateSettings, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_each_gate_names_its_reason(name: str) -> None:
     group, settings, expected = CASES[name]
-    decision = judge(group, 3, 0, settings)
+    decision = judge(group, 3, (), settings)
     assert reason_of(decision) == expected
     assert isinstance(decision, Eligible) or decision.detail
 
@@ -88,7 +89,7 @@ def test_each_gate_names_its_reason(name: str) -> None:
 @pytest.mark.parametrize("code", [Termination.INFRA_ABORT, Termination.SCHEDULER_CANCEL])
 def test_lost_infrastructure_abandons_and_is_never_a_reward(code: Termination) -> None:
     group = with_siblings(GOOD, 1, termination=code, status="censored", reward=None)
-    decision = judge(group, 3, 0, SETTINGS)
+    decision = judge(group, 3, (), SETTINGS)
     assert isinstance(decision, Abandon)
     assert decision.reason is AbandonReason.INFRA_ABORT
     assert "slot 1" in decision.detail
@@ -97,21 +98,52 @@ def test_lost_infrastructure_abandons_and_is_never_a_reward(code: Termination) -
 def test_censored_siblings_are_not_zeros() -> None:
     """Invariant 6: one censored sibling leaves one reward; it is neither a zero nor part of the variance."""
     group = with_siblings(GOOD, 0, termination=Termination.TOOL_TIMEOUT, status="censored", reward=None)
-    assert judge(group, 3, 0, GateSettings(max_lag=2, min_rewards=1)) == Eligible(2)
+    assert judge(group, 3, (), GateSettings(max_lag=2, min_rewards=1)) == Eligible(2)
     skipping = GateSettings(max_lag=2, min_rewards=1, zero_variance="skip")
-    assert reason_of(judge(group, 3, 0, skipping)) == "zero_variance"
+    assert reason_of(judge(group, 3, (), skipping)) == "zero_variance"
 
 
-def test_an_older_incarnation_is_a_left_branch_and_a_newer_one_is_the_living_one() -> None:
-    """Invariant 5: after a new incarnation, version numbers of the old one name other weights."""
-    old = with_siblings(with_siblings(GOOD, 0, incarnation=1), 1, incarnation=0)
-    assert reason_of(judge(old, 3, 1, SETTINGS)) == "incarnation"
-    new = with_siblings(with_siblings(GOOD, 0, incarnation=2), 1, incarnation=2)
-    assert judge(new, 3, 1, SETTINGS) == Eligible(2)
+BRANCHES = (Branch(1, 4), Branch(2, 2))  # incarnation 1 left at version 4; incarnation 2 went further back and left both at 2
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "newest", "branches", "reason"),
+    [
+        (0, 4, BRANCHES[:1], "eligible"),  # shared: the branch begins after it
+        (0, 5, BRANCHES[:1], "dead_branch"),
+        (1, 5, BRANCHES[:1], "eligible"),
+        (1, 6, BRANCHES[:1], "eligible"),
+        (0, 2, BRANCHES, "eligible"),
+        (0, 3, BRANCHES, "dead_branch"),
+        (1, 5, BRANCHES, "dead_branch"),
+        (2, 3, BRANCHES, "eligible"),
+        (0, 6, (), "eligible"),
+        (0, 7, (), "incarnation"),  # newer than the trainer's, and of no branch that it knows
+    ],
+)
+def test_what_a_dead_branch_sampled_is_turned_away_and_what_is_shared_is_not(
+    incarnation: int, newest: int, branches: tuple[Branch, ...], reason: str
+) -> None:
+    """Invariants 5 and 7: after a new incarnation the same number can name other weights."""
+    group = make_ready(oldest=2, newest=2)
+    group = with_siblings(group, 1, incarnation=incarnation, newest_version=newest)
+    assert reason_of(judge(group, 6, branches, GateSettings(max_lag=4))) == reason
+
+
+def test_an_episode_over_a_change_of_incarnations_is_judged_by_each() -> None:
+    """Version 2 is shared and version 5 is of the living incarnation; version 3 of incarnation 0 was left."""
+    living = with_siblings(GOOD, 1, newest_version=5, incarnations=(IncarnationSpan(0, 2), IncarnationSpan(1, 5)))
+    dead = with_siblings(GOOD, 1, newest_version=5, incarnations=(IncarnationSpan(0, 3), IncarnationSpan(1, 5)))
+    branches = (Branch(1, 2),)
+    assert judge(living, 5, branches, GateSettings(max_lag=4)) == Eligible(4)
+    decision = judge(dead, 5, branches, GateSettings(max_lag=4))
+    assert reason_of(decision) == "dead_branch"
+    assert isinstance(decision, Quarantine)
+    assert decision.detail == "slot 1: version 3 of incarnation 0, left at 2"
 
 
 def test_a_settings_hash_names_the_settings() -> None:
     assert SETTINGS.hash() == GateSettings(max_lag=2).hash()
     others = [GateSettings(max_lag=3), GateSettings(max_lag=2, min_rewards=1), GateSettings(max_lag=2, manifest="m")]
     assert len({SETTINGS.hash(), *(other.hash() for other in others)}) == 4
-    assert isinstance(judge(GOOD, 9, 0, SETTINGS), Quarantine)
+    assert isinstance(judge(GOOD, 9, (), SETTINGS), Quarantine)

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from admission_stage import Actors, Stage, items, make_ready
+from admission_stage import Actors, Stage, items, make_episode, make_lease, make_verdict
 from conftest import NatsServer, eventually
 
 import admission.bank_service
@@ -129,16 +129,18 @@ async def test_a_run_with_restarts_conserves_every_group_and_trains_each_once(na
         await rolling
 
 
-@pytest.mark.timeout(40)
-async def test_a_second_writer_is_fenced_and_takes_over_when_the_first_is_gone(nats_url: str, run_name: str) -> None:
-    """Invariants 4 and 7 with two admissions under different settings: one log, one writer at a time."""
+@pytest.mark.timeout(90)
+async def test_a_second_writer_waits_by_name_and_takes_over_when_the_first_is_gone(nats_url: str, run_name: str) -> None:
+    """Invariants 4, 7 and 11 with two admissions under different settings: one log, one writer at a time."""
     config = configuration(run_name, nats_url)
     other = configuration(run_name, nats_url, max_lag=0)
     async with Stage(nats_url, config) as stage:
         bus = await stage.bus(Role.OBSERVER)
+        await stage.start(Role.BANK, admission.bank_service.serve)
         first = await stage.start(Role.ADMISSION, admission.service.serve, "first")
+        await eventually(lambda: first.context.health.phase == "ready", within_s=30)
         second = await stage.start(Role.ADMISSION, admission.service.serve, "second", other)
-        await eventually(lambda: first.context.health.phase == second.context.health.phase == "ready")
+        await eventually(lambda: second.context.health.counters.get("standby"), within_s=30)
 
         async def demand(step: int) -> None:
             message = BatchDemand(run=run_name, step=step, version=step, incarnation=0, groups=BATCH)
@@ -146,29 +148,29 @@ async def test_a_second_writer_is_fenced_and_takes_over_when_the_first_is_gone(n
 
         async def offer(ordinals: range, oldest: int) -> None:
             for ordinal in ordinals:
-                group = make_ready(ordinal, oldest=oldest)
-                await bus.publish_once(bus.subjects.ready(group.group), group)
+                lease = make_lease(ordinal, group_size=1)
+                await bus.publish_once(bus.subjects.lease(ordinal), lease)
+                episode = make_episode(lease, 0, version=oldest)
+                stored = await bus.publish_once(bus.subjects.episode(lease.group, 0), episode)
+                await bus.publish_once(bus.subjects.verdict(lease.group, 0), make_verdict(episode, stored.digest))
 
-        step = 0
-        while not first.context.health.counters.get("standby") and not second.context.health.counters.get("standby"):
-            assert step < 20, "neither writer was ever refused"
+        async def train(step: int) -> None:
             await offer(range(step * BATCH, (step + 1) * BATCH), oldest=step)
             await demand(step)
-            await eventually(lambda want=step: items(bus, Stream.LEDGER, f"ledger.batch.{want}"))
-            await asyncio.sleep(0.1)
-            step += 1
-        active, standby = (second, first) if first.context.health.counters.get("standby") else (first, second)
-        assert "admission " + active.context.instance in str(standby.context.health.snapshot().waits)
-        hashes = {entry.settings_hash for _, entry in await ledger_of(bus)}
-        await active.kill()
-        await demand(step)
-        await offer(range(step * BATCH, (step + 1) * BATCH), oldest=step)
-        await eventually(lambda: items(bus, Stream.LEDGER, f"ledger.batch.{step}"), within_s=15)
-        assert standby.context.health.counters["standby"] == 0
+            await eventually(lambda: items(bus, Stream.LEDGER, f"ledger.batch.{step}"), within_s=30)
+
+        for step in range(4):
+            await train(step)
+        assert {entry.settings_hash for _, entry in await ledger_of(bus)} == {gate_settings(config).hash()}
+        (wait,) = second.context.health.snapshot().waits
+        assert (wait.what, wait.culprit.split(",")[0].split(" on ")[0]) == ("the ownership of admission", "admission first")
+        await first.kill()
+        await train(4)
+        assert second.context.health.counters["standby"] == 0
         entries = await ledger_of(bus)
-        assert [entry.step for _, entry in entries if isinstance(entry, BatchEntry)] == list(range(step + 1))
+        assert [entry.step for _, entry in entries if isinstance(entry, BatchEntry)] == list(range(5))
+        assert entries[-1][1].settings_hash == gate_settings(other).hash()
         assert len({encode(entry) for _, entry in entries}) == len(entries)
-        assert hashes <= {gate_settings(config).hash(), gate_settings(other).hash()}
 
 
 @pytest.mark.timeout(80)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from examples.terminal.suite import SHELL
 from rollouter.actions import make_parser
-from rollouter.agent import MAX_TOOL_TIMEOUTS, Acted, LoopAgent, Played, Turn
+from rollouter.agent import MAX_TOOL_TIMEOUTS, Acted, LoopAgent, PastTurn, Played, Turn
 from rollouter.chat import ChatRenderer
+from rollouter.journal import acted_before, effect_of
 from rollouter.rows import Ids, Row, Sampled, SampleError
 from schemas.actions import Finish, InvalidAction, ToolCall
 from schemas.task import Task, TaskBudget
@@ -47,9 +48,15 @@ def sampled(ids: Sequence[int], turn: int) -> Sampled:
 
 
 class ScriptedSeat:
-    """Plays given turns; a command's outcome is looked up by its text."""
+    """Plays given turns, after those of the past; a command's outcome is looked up by its text."""
 
-    def __init__(self, script: Sequence[Sequence[int]], budget: TaskBudget = BUDGET, context_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        script: Sequence[Sequence[int]],
+        budget: TaskBudget = BUDGET,
+        context_tokens: int = 512,
+        past: Sequence[PastTurn] = (),
+    ) -> None:
         self.task = Task(
             task_id="t", family="f", template="t", split="train", instruction="do it", files={}, tools=(SHELL,), budget=budget
         )
@@ -58,6 +65,10 @@ class ScriptedSeat:
         self.ran: list[str] = []
         self.prompts: list[Ids] = []
         self._script = script
+        self._past = past
+
+    def past(self, turn: int) -> PastTurn | None:
+        return self._past[turn] if turn < len(self._past) else None
 
     async def sample(self, turn: int, prompt: Ids, max_tokens: int) -> Sampled:
         self.prompts.append(prompt)
@@ -65,8 +76,9 @@ class ScriptedSeat:
 
     async def act(self, turn: int, call: ToolCall) -> Acted:
         command = str(call.arguments["command"])
+        assert turn == (self.turns[-1].number if self.turns else len(self._past) - 1), "a turn is recorded before it acts"
         self.ran.append(command)
-        return Acted(raw=b"out", text=f"said {command}", timed_out=command == "sleep 99", command_id=f"c{turn}")
+        return Acted(raw=b"out", text=f"said {command}", timed_out=command == "sleep 99", lane="command")
 
     async def record(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -95,8 +107,9 @@ async def test_an_invalid_action_costs_a_turn_and_touches_nothing() -> None:
     assert seat.ran == []
     first = seat.turns[0]
     assert isinstance(first.action, InvalidAction)
-    assert first.acted.refused
-    assert first.acted.text.startswith("invalid unterminated")
+    did = seat.turns[1].previous
+    assert did is not None and did.refused
+    assert did.text.startswith("invalid unterminated")
     assert "invalid unterminated" in RENDERER.decode(seat.prompts[1])  # the agent reads it
 
 
@@ -167,6 +180,36 @@ async def test_the_row_is_token_exact_whatever_is_sampled(script: list[list[int]
     expected = [s.version for turn in turns for s in turn.versions for _ in range(s.start, s.end)]
     assert versions[mask].tolist() == expected
     assert (versions[~mask] == -1).all()
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(any_turn, min_size=8, max_size=8), st.integers(20, 200), st.integers(0, 8))
+async def test_a_play_goes_on_after_any_of_its_turns(script: list[list[int]], context: int, cut: int) -> None:
+    """Taken up from its records, a play ends as it would have; only the last command is asked for again."""
+    seat = ScriptedSeat(script, context_tokens=context)
+    whole = await play(seat)
+    kept = seat.turns[:cut]
+    effects = [turn.previous for turn in kept[1:]]
+    past = [
+        PastTurn(
+            fed=turn.fed,
+            sampled=turn.sampled,
+            action=turn.action,
+            acted=None if effect is None else acted_before(effect_of(effect)),
+        )
+        for turn, effect in zip(kept, [*effects, None], strict=False)
+    ]
+    later = ScriptedSeat(script, context_tokens=context, past=past)
+    continued = await play(later)
+    assert (continued.termination, continued.invalid_actions) == (whole.termination, whole.invalid_actions)
+    assert _parts(continued.row) == _parts(whole.row)
+    assert [turn.number for turn in later.turns] == [turn.number for turn in seat.turns[cut:]]
+    known = sum(isinstance(turn.action, ToolCall) for turn in kept[:-1])
+    assert later.ran == seat.ran[known:]
+
+
+def _parts(row: Row) -> list[object]:
+    return [row.ids().tolist(), row.mask().tolist(), row.logprobs().tolist(), row.turn_starts, row.versions, row.engines]
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_bytes_that_are_no_episode_still_end_their_group() -> None:
         assert tell(bank, fact) is None
     ready = bank.episode(EpisodeFact(group=lease.group, slot=1, seq=9, digest="x", readable=False))
     assert ready is not None
-    assert ready.siblings[1].status == "verifier_error"
+    assert ready.siblings[1].status == "lost_episode"
     assert not ready.siblings[1].finite
     assert (ready.siblings[1].episode_seq, ready.siblings[1].verdict_seq) == (9, 0)
 

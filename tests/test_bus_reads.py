@@ -15,10 +15,11 @@ from schemas.lease import GroupLease
 from schemas.policy import FleetVersions
 from schemas.table import Role, Stream
 from services.bus import Bus, Item
-from services.consume import Retry, WorkConsumer, fold, read_all, read_latest
+from services.consume import fold, read_all, read_latest
 from services.feed import Arrival, Feed, Source
 from services.health import Health
 from services.standing_wait import StandingWait
+from services.work import Retry, WorkConsumer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -187,7 +188,7 @@ async def test_damage_that_a_handler_meets_elsewhere_hands_the_message_back(
     nats_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole message is not thrown away because something else that its handler read is damaged."""
-    monkeypatch.setattr("services.consume._DAMAGE_RETRY_S", 0.1)
+    monkeypatch.setattr("services.work._DAMAGE_RETRY_S", 0.1)
     async with connected(nats_url, run_name, Role.ROLLOUTER) as bus:
         await lease_out(bus, range(1))
         consumer, stop = rollouter(bus), asyncio.Event()

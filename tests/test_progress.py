@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from standin_run import commit, evaluation, lease, ready
 
@@ -116,6 +117,27 @@ def test_a_steps_row_does_not_change_with_what_comes_later(tally: Tally) -> None
     tally.add(ready("r", 5, 1), 22 * SECOND)
     tally.add(fleet(2), 23 * SECOND)
     assert tally.step_row(0) == row
+
+
+def test_steps_that_a_new_incarnation_takes_again_replace_those_of_the_dead_branch(tmp_path: Path) -> None:
+    """Invariant 5: the run is complete when the living line is, and each step has a row of each incarnation."""
+    tally, file = Tally(), MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(3):
+        tally.add(commit("r", step, ()), step * SECOND)
+        assert file.append(tally.step_row(step))
+    ends = load(None, ["run.max_steps=3", "eval.at_end=false"])
+    tally.add(fleet(3), 4 * SECOND)
+    assert is_complete(tally, ends)
+    again = [msgspec.structs.replace(commit("r", step, ()), incarnation=1, digest=f"other{step}") for step in (1, 2)]
+    tally.add(again[0], 10 * SECOND)
+    assert sorted(tally.steps) == [0, 1]
+    assert not is_complete(tally, ends)
+    tally.add(msgspec.structs.replace(commit("r", 3, ()), digest="late"), 11 * SECOND)
+    assert sorted(tally.steps) == [0, 1], "what the dead branch still says is not counted"
+    tally.add(again[1], 12 * SECOND)
+    assert is_complete(tally, ends)
+    assert [tally.steps[step].incarnation for step in range(3)] == [0, 1, 1]
+    assert [file.append(tally.step_row(step)) for step in range(3)] == [False, True, True]
 
 
 def test_a_line_is_aligned_with_its_header(tally: Tally) -> None:

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from schemas.trajectory import StateRef
 from services.sandbox.command import CommandResult, Limits, Outcome
 from services.sandbox.executor import Executor, ExecutorConfig
 from services.sandbox.host import HostConfig
-from services.sandbox.journal import Ended, Journal, JournalError, Opened, Ran, Record
+from services.sandbox.journal import Ended, Journal, JournalError, Opened, Ran, Record, Sealed
 from services.sandbox.lane_rules import Lane, LaneSpec
 from services.sandbox.lanes import LaneBusy
 from services.sandbox.mounts import mounts_under
@@ -33,7 +34,7 @@ from services.sandbox.refusals import (
     UnknownSandbox,
 )
 from services.sandbox.snapshots import SnapshotUnknown
-from services.sandbox.state import hash_files, unpack
+from services.sandbox.state import PackedState, hash_files, unpack
 from tests.sandbox_ground import needs_bwrap, processes_naming, sandbox_root, token, wait_until
 
 pytestmark = [needs_bwrap, pytest.mark.timeout(60)]
@@ -181,7 +182,8 @@ async def test_cleanup_is_confirmed_and_repeatable(executor: Executor, root: str
     first, second = await asyncio.gather(executor.cleanup("s"), executor.cleanup("s"))
     assert first.existed and second.existed
     assert processes_naming(word) == [] and os.listdir(os.path.join(root, "sandboxes")) == []
-    assert (await running).outcome is Outcome.CANCELLED
+    with pytest.raises(SandboxLost, match="cleaned up"):
+        await running
     assert not (await executor.cleanup("s")).existed and not (await executor.cleanup("never")).existed
     with pytest.raises(SandboxLost, match="cleaned up"):
         await executor.run("s", "c2", "true")
@@ -241,9 +243,77 @@ async def test_stopping_ends_what_runs(root: str) -> None:
         waiting = asyncio.create_task(executor.run("s", "d", "true"))
         await asyncio.to_thread(wait_until, lambda: bool(processes_naming(word)), "the command runs")
     assert processes_naming(word) == []
-    assert (await running).outcome is Outcome.CANCELLED
-    with pytest.raises(SandboxLost, match="the executor stopped"):
-        await waiting
+    for cut_off in (running, waiting):
+        with pytest.raises(SandboxLost, match="the executor stopped"):
+            await cut_off
+    async with started(root) as successor:  # what we cut off is no result of the command
+        with pytest.raises(SandboxLost, match="the executor stopped"):
+            await successor.run("s", "c", f"sleep 60; : {word}")
+
+
+async def by_value(packed: PackedState) -> StateRef:
+    """A reference that holds the archive itself; every call makes another one, as two uploads would."""
+    return StateRef(
+        state_hash=packed.state_hash,
+        tar_digest=packed.tar_digest,
+        size_bytes=len(packed.tar),
+        inline=packed.tar + token().encode(),
+    )
+
+
+async def test_a_sealed_state_is_given_again_when_the_sandbox_is_gone(root: str) -> None:
+    async with started(root) as executor:
+        await executor.reset("s", FILES)
+        await executor.run("s", "c", "echo x > new")
+        first, second = await asyncio.gather(executor.seal("s", by_value), executor.seal("s", by_value))
+        standing = await executor.standing("s")
+        assert first == second and (standing.state_hash, standing.last_command) == (first.state_hash, "c")
+        with pytest.raises(SandboxSealed):
+            await executor.run("s", "d", "true")
+        await executor.cleanup("s", "sealed")
+        assert await executor.seal("s", by_value) == first and await executor.standing("s") == standing
+        assert (await executor.run("s", "c", "echo x > new")).exit_code == 0  # recorded
+        await executor.reset("t", FILES)
+    async with started(root) as successor:
+        assert await successor.seal("s", by_value) == first and await successor.standing("s") == standing
+        for gone, error in (("t", SandboxLost), ("never", UnknownSandbox)):
+            with pytest.raises(error):
+                await successor.seal(gone, by_value)
+            with pytest.raises(error):
+                await successor.standing(gone)
+
+
+async def test_standing_waits_for_what_runs_and_sees_what_no_command_did(executor: Executor, root: str) -> None:
+    made = await executor.reset("s", FILES)
+    fresh = await executor.standing("s")
+    assert (fresh.state_hash, fresh.last_command) == (made.state_hash, "")
+    running = asyncio.create_task(executor.run("s", "c", "sleep 0.5; echo x > late"))
+    await asyncio.sleep(0)
+    after = await executor.standing("s")
+    assert (after.state_hash, after.last_command) == ((await running).state_hash_after, "c")
+    assert after.state_hash != fresh.state_hash
+    (workspace,) = Path(executor._host.path("sandboxes", "s")).glob("work-*")
+    (workspace / "foreign").write_text("x")
+    with pytest.raises(SandboxLost, match="its last command left"):
+        await executor.standing("s")
+    with pytest.raises(SandboxLost):
+        await executor.run("s", "d", "true")
+
+
+async def test_a_slot_has_one_sandbox_that_of_its_newest_attempt(executor: Executor) -> None:
+    await executor.reset("old", FILES, owner="g1/0/1")
+    await executor.reset("other-slot", FILES, owner="g1/1/0")
+    await executor.reset("unowned", FILES)
+    await executor.reset("new", FILES, owner="g1/0/2")
+    with pytest.raises(SandboxConflict, match="attempt 2"):
+        await executor.reset("late", FILES, owner="g1/0/1")
+    await asyncio.to_thread(wait_until, lambda: executor.status().sandboxes == 3, "the orphan's removal")
+    with pytest.raises(SandboxLost, match="its slot went on as g1/0/2"):
+        await executor.run("old", "c", "true")
+    for name in ("new", "other-slot", "unowned"):
+        assert (await executor.run(name, "c", "true")).exit_code == 0
+    await executor.cleanup("new")
+    await executor.reset("late", FILES, owner="g1/0/1")  # nothing newer lives here any more
 
 
 async def test_results_survive_an_orderly_restart(root: str) -> None:
@@ -314,6 +384,7 @@ RECORDS: list[Record] = [
         )
         for n in range(4)
     ),
+    Sealed(state=StateRef(state_hash="h", tar_digest="d", size_bytes=3, inline=b"tar")),
     Ended(reason="cleaned up"),
 ]
 
@@ -335,6 +406,8 @@ def test_a_torn_journal_keeps_every_whole_record(tmp_path: Path, cut: int, flip:
     whole = sum(end <= cut for end in ends) - 1
     assert (loaded.opened is not None) == (whole >= 1) and loaded.ended is None
     assert loaded.commands == max(0, min(whole - 1, 4))
+    assert (loaded.sealed_state() is not None) == (whole >= 6)
+    assert loaded.last_command == (f"c{loaded.commands - 1}" if loaded.commands else "")
     for number in range(loaded.commands):
         result = loaded.result_of(f"c{number}", f"q{number}")
         assert result is not None and result.exit_code == number
@@ -355,3 +428,13 @@ async def test_old_journals_are_pruned_while_sandboxes_come_and_go(root: str) ->
         await executor.reset("last", FILES)
         await executor.cleanup("last", "test")
         assert len(os.listdir(os.path.join(root, "journal"))) <= 4
+
+
+async def test_journals_are_kept_up_to_a_number_of_bytes(root: str) -> None:
+    """The newest stay: they are what a takeover may still ask for."""
+    async with started(root, journals_kept_bytes=3000, prune_every=1) as executor:
+        for number in range(4):
+            await executor.reset(f"s{number}", FILES)
+            await executor.run(f"s{number}", "c", "head -c 900 /dev/zero")
+            await executor.cleanup(f"s{number}", "test")
+        assert sorted(os.listdir(os.path.join(root, "journal"))) == ["s2.log", "s3.log"]

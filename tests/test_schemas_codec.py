@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgpack
 import msgspec
@@ -18,18 +18,22 @@ from hypothesis.extra import numpy as hnp
 
 from schemas import codec
 from schemas.actions import Abstain, Finish, InvalidAction, ToolCall
+from schemas.array_fields import ARRAYS
 from schemas.arrays import MAX_ARRAY_BYTES, Array, ArrayError
+from schemas.attempts import AttemptEnded, AttemptOpened, AttemptPlayed, AttemptTakeover, GroupClaim, GroupRelease
 from schemas.codec import CodecError, decode, decode_any, digest, encode
+from schemas.dead_letter import DeadLetter, DeadReason, LostRange
 from schemas.generation import AbortRequest, GenerateRequest, GenerateResult
 from schemas.group import ReadyGroup
 from schemas.health import Heartbeat, Wait
 from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, AbandonReason, BatchEntry, BatchGroup, QuarantineEntry, QuarantineReason
 from schemas.message import Message
+from schemas.ownership import Owner
 from schemas.policy import ApplyOrder, EngineState, FleetVersions, PolicyManifest, WeightsManifest
-from schemas.sandbox import SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
+from schemas.sandbox import SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
 from schemas.training import BatchDemand, EvalResult, ObjectRef, SplitScore
-from schemas.trajectory import Episode, SamplingConfig, StateRef, TurnRecord, VersionSpan
+from schemas.trajectory import Episode, SamplingConfig, StateRef, TurnEffect, TurnRecord, VersionSpan
 
 LEASE = make_lease(3)
 EPISODE = make_episode(LEASE, 1, version=7)
@@ -70,13 +74,29 @@ TURN = TurnRecord(
     versions=(VersionSpan(0, 2, 6), VersionSpan(2, 3, 7, 1)),
     sampling=SamplingConfig(temperature=0.7, stop_token_ids=(1, 2), seed=11),
     action=ToolCall(name="shell", arguments={"command": "ls", "n": 1, "x": 0.5, "ok": True, "none": None}),
-    observation=b"\xff\x00not utf-8",
-    exit_code=-9,
+    previous=TurnEffect(observation=b"\xff\x00not utf-8", exit_code=-9, lane="command"),
 )
 EXAMPLES: tuple[Message, ...] = (
     LEASE,
     EPISODE,
     TURN,
+    GroupClaim(run="t", group="g1", number=1, rollouter="r0", at_ns=1),
+    GroupRelease(run="t", group="g1", number=1, rollouter="r0", reason="stop", at_ns=1),
+    AttemptOpened(
+        run="t",
+        group="g1",
+        slot=0,
+        attempt=0,
+        claim=0,
+        rollouter="r0",
+        sandbox="s",
+        executor="x0",
+        state_hash="h",
+        started_ns=1,
+    ),
+    AttemptTakeover(run="t", group="g1", slot=0, attempt=0, claim=1, rollouter="r1", at_ns=1),
+    AttemptPlayed(run="t", group="g1", slot=0, attempt=0, last=TurnEffect(observation=b"o", lane="command", exit_code=0)),
+    AttemptEnded(run="t", group="g1", slot=0, attempt=0, claim=1, rollouter="r1", reason="infra_abort", detail="lost", at_ns=1),
     msgspec.structs.replace(TURN, action=Finish(answer="42")),
     msgspec.structs.replace(TURN, action=Abstain()),
     msgspec.structs.replace(TURN, action=InvalidAction(code="empty", message="no action")),
@@ -129,6 +149,7 @@ EXAMPLES: tuple[Message, ...] = (
     SandboxReset(command_id="c", requester="q", sandbox="s", owner="g/0/0", files={"a/b": b"\0\xff"}, deadline_ns=1),
     SandboxRun(command_id="c", requester="q", sandbox="s", command="true", timeout_s=1.5, deadline_ns=2**62),
     SandboxSeal(command_id="c", requester="q", sandbox="s", deadline_ns=1),
+    SandboxAttach(command_id="c", requester="q", sandbox="s", deadline_ns=1),
     SandboxCleanup(command_id="c", requester="q", sandbox="s"),
     SandboxResult(command_id="c", sandbox="s", executor="x0", lane="command", status="ok", exit_code=0, stdout=b"\xff"),
     WEIGHTS,
@@ -168,6 +189,25 @@ EXAMPLES: tuple[Message, ...] = (
         waits=(Wait(what="w", culprit="c", since_ns=1, deadline_ns=2, at_deadline="a"),),
         counters={"n": 1.0},
     ),
+    Owner(
+        run="t", role="trainer", instance="0", host="h", pid=1, process="b/n/1/2", token="x", epoch=3, renewals=7, since_ns=1
+    ),
+    DeadLetter(
+        run="t",
+        stream="GEN",
+        seq=4,
+        subject="s",
+        reason=DeadReason.UNREADABLE,
+        detail="not a message",
+        digest="d",
+        declared_digest="d",
+        size_bytes=3,
+        body=b"\xff\x00a",
+        headers={"Hr-Digest": "d"},
+        stored_ns=1,
+        refused_by="engine-e0",
+    ),
+    LostRange(run="t", stream="EPISODES", first_seq=3, last_seq=5, how="deleted", noticed_by="bank-0"),
 )
 # Magic "HR", codec 1, flags 0, 65 bytes of payload; then a map of seven strings to values, the tag first.
 GOLDEN_DEMAND = bytes.fromhex(
@@ -229,7 +269,7 @@ def test_arrays_are_dtype_shape_and_little_endian_bytes() -> None:
 
 
 def test_large_messages_are_compressed_and_small_ones_are_not() -> None:
-    large = msgspec.structs.replace(TURN, observation=b"a" * 5000)
+    large = msgspec.structs.replace(TURN, previous=TurnEffect(observation=b"a" * 5000))
     data = encode(large)
     assert data[3] == 1
     assert len(data) < 2000
@@ -247,7 +287,7 @@ def test_large_messages_are_compressed_and_small_ones_are_not() -> None:
         (wire({}, flags=2), "unknown flags"),
         (wire({}, flags=3), "unknown flags"),
         (GOLDEN_DEMAND[:-1], "truncated"),
-        (GOLDEN_DEMAND + b"\0", "truncated"),
+        (GOLDEN_DEMAND + b"\0", "trailing bytes"),
         (wire(b"", size=2**26 + 1), "more than the limit"),
         (wire(b"\xc1"), "not a message"),
         (wire([1, 2]), "not a message"),
@@ -296,7 +336,7 @@ def test_a_bomb_allocates_nothing() -> None:
 def test_a_message_above_the_limit_is_refused_by_both_ends() -> None:
     noise = np.random.default_rng(0).integers(0, 256, codec.MAX_WIRE_BYTES, dtype=np.uint8).tobytes()
     with pytest.raises(CodecError, match="send its body by reference"):
-        encode(msgspec.structs.replace(TURN, observation=noise))
+        encode(msgspec.structs.replace(TURN, previous=TurnEffect(observation=noise)))
     with pytest.raises(CodecError, match="exceed the limit"):
         decode_any(b"HR" + noise)
 
@@ -368,3 +408,111 @@ def test_the_kinds_are_what_the_recordings_name() -> None:
     assert codec.KINDS["ready"] is ReadyGroup
     assert codec.KINDS["episode"] is Episode
     assert len(codec.KINDS) == len(EXAMPLES) - 4
+
+
+def test_every_array_field_has_its_kind_in_the_table() -> None:
+    for kind in codec.KINDS.values():
+        hints = get_type_hints(kind)
+        fields = {name for name, hint in hints.items() if hint is Array or Array in getattr(hint, "__args__", ())}
+        assert set(ARRAYS.get(kind, {})) == fields, kind
+
+
+@pytest.mark.parametrize(
+    ("field", "array", "text"),
+    [
+        ("sampled_ids", ["float32", [3], b"\0" * 12], "turn: sampled_ids: expected int32 with 1"),
+        ("logprobs", ["float32", [3, 1], b"\0" * 12], "turn: logprobs: expected float32 with 1"),
+        ("logprobs", ["float32", [3], b"\0" * 11], "turn: logprobs: shape .* needs 12 bytes, got 11"),
+        ("prompt_ids", ["int32", [2**62], b""], "turn: prompt_ids: .* send it by reference"),
+        ("prompt_ids", ["object", [1], b"x"], "turn: prompt_ids: expected int32"),
+        ("prompt_ids", ["int32", [-1], b""], "turn: prompt_ids: shape .* non-negative"),
+        ("raw_logprobs", ["float64", [1], b"\0" * 8], "turn: raw_logprobs: expected float32"),
+        ("prompt_ids", ["int32", [1]], "prompt_ids"),
+    ],
+)
+def test_a_message_with_another_array_than_its_field_holds_is_refused_by_the_fields_name(
+    field: str, array: list[Any], text: str
+) -> None:
+    with pytest.raises(CodecError, match=text):
+        decode_any(wire({**body_of(encode(TURN)), field: array}))
+
+
+def test_bytes_behind_a_compressed_frame_are_refused() -> None:
+    """They would be part of the digest and of nothing else."""
+    body = msgspec.msgpack.encode(BATCH)
+    frame = zstandard.ZstdCompressor().compress(body)
+    assert decode_any(wire(frame, flags=1, size=len(body))) == BATCH
+    for tail in (b"\0", frame):
+        with pytest.raises(CodecError, match="zstd"):
+            decode_any(wire(frame + tail, flags=1, size=len(body)))
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a"], ids=["arrays", "maps"])
+def test_deep_nesting_is_refused_wherever_it_stands(opening: bytes) -> None:
+    deep = opening * 200_000 + b"\xc0"
+    demand = msgspec.msgpack.encode(body_of(GOLDEN_DEMAND))
+    in_a_field = bytes([demand[0] + 1]) + demand[1:] + msgspec.msgpack.encode("later") + deep
+    for data in (deep, in_a_field):
+        with pytest.raises(CodecError, match=r"recursion|not a message"):
+            decode_any(wire(data))
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xdd\xff\xff\xff\xf0", b"\xdf\xff\xff\xff\xf0", b"\xc6\xff\xff\xff\xf0", b"\xdb\xff\xff\xff\xf0"]
+)
+def test_a_length_that_the_bytes_cannot_hold_reserves_nothing(head: bytes) -> None:
+    """Four thousand million elements, said in five bytes."""
+    eval_body = msgspec.msgpack.encode({"kind": "eval", "v": 1, "run": "t", "point": "p", "step": 0})
+    lying = bytes([eval_body[0] + 1]) + eval_body[1:] + msgspec.msgpack.encode("splits") + head
+    tracemalloc.start()
+    try:
+        with pytest.raises(CodecError):
+            decode_any(wire(lying))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> bytes:
+    """The wire bytes of some message, damaged: bytes changed, cut out, doubled or put in; compressed ones on either side."""
+    message = draw(st.sampled_from(EXAMPLES))
+    if draw(st.booleans()):
+        data = bytearray(encode(message))
+    else:
+        data = bytearray(msgspec.msgpack.encode(message))
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, len(data)))
+        length = draw(st.integers(0, 16))
+        action = draw(st.sampled_from(["change", "cut", "repeat", "insert", "length"]))
+        if action == "change" and place < len(data):
+            data[place] = draw(st.integers(0, 255))
+        elif action == "cut":
+            del data[place : place + length]
+        elif action == "repeat":
+            data[place:place] = data[place : place + length]
+        elif action == "length":
+            data[place:place] = draw(st.sampled_from([b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"])) + b"\xff\xff\xff\x00"
+        else:
+            data[place:place] = draw(st.binary(max_size=length))
+    body = bytes(data)
+    if body[:2] == b"HR":
+        return body
+    if draw(st.booleans()):
+        return wire(zstandard.ZstdCompressor().compress(body), flags=1, size=len(body))
+    return wire(body)
+
+
+@given(mutations())
+@settings(deadline=None, max_examples=1500)
+def test_damaged_bytes_of_any_message_are_a_message_or_a_codec_error(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        message = decode_any(data)
+        encode(message)
+    except CodecError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 4 * 2**20, "a short message reserved memory that it cannot fill"

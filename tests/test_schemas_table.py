@@ -18,6 +18,7 @@ from schemas.table import (
     Subjects,
     check_token,
     consumer_of,
+    family_of,
     publish_permissions,
     readable_streams,
     spec_of,
@@ -58,6 +59,8 @@ SPELLED: dict[str, tuple[str, Stream]] = {
     "active": (SUBJECTS.active(), Stream.POLICY),
     "engine_heartbeat": (SUBJECTS.engine_heartbeat("e0"), Stream.REGISTRY),
     "service_heartbeat": (SUBJECTS.service_heartbeat(Role.BANK, "0"), Stream.REGISTRY),
+    "dead_letter": (SUBJECTS.dead_letter(Stream.GEN, 7), Stream.DEAD),
+    "lost_range": (SUBJECTS.lost_range(Stream.EPISODES, 3, 5), Stream.DEAD),
 }
 
 
@@ -73,6 +76,8 @@ def test_a_subject_belongs_to_exactly_one_pattern_of_its_stream(name: str) -> No
     assert [where for where, _ in found] == [stream]
     head = subject.removeprefix("hr.main.").split(".", 1)[0]
     assert _STREAM_BY_HEAD[head] is stream
+    row, family = family_of(subject.removeprefix("hr.main."))
+    assert (row.stream, matches(family.pattern, subject.removeprefix("hr.main."))) == (stream, True)
 
 
 def test_no_two_patterns_overlap() -> None:
@@ -118,13 +123,15 @@ ONE_WRITER = {
 def test_a_role_may_publish_its_own_subjects_and_no_others(role: Role) -> None:
     """Invariant 8: neither the agent's side nor a sandbox can write a verdict, a ready group or the ledger."""
     expected = {SUBJECTS.pattern(p) for p in ONE_WRITER[role]} | {SUBJECTS.pattern("reg.service.*.*")}
+    if role is not Role.OBSERVER:
+        expected.add(SUBJECTS.pattern("dead.*.*"))  # whoever meets a message that nobody can use
     assert set(publish_permissions(role, "main")) == expected
 
 
 def test_what_means_once_for_ever_is_written_once_by_one_role() -> None:
     """Invariant 4."""
     for _, subject in PATTERNS:
-        if subject.once:
+        if subject.once and subject.pattern != "dead.*.*":
             assert len(subject.publishers) == 1, subject.pattern
     once = {subject.pattern for _, subject in PATTERNS if subject.once}
     assert {
@@ -177,3 +184,5 @@ def test_group_ids_sort_by_ordinal_and_say_their_purpose() -> None:
     assert sorted(group_id("train", n) for n in (10, 9, 100)) == [group_id("train", n) for n in (9, 10, 100)]
     with pytest.raises(KeyError, match="no consumer"):
         consumer_of("nobody")
+    with pytest.raises(KeyError, match="no subject"):
+        family_of("task.lease.1.2")

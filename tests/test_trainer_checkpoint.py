@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from trainer.checkpoint import Checkpoint, CheckpointError, Commit, Damage, commit, latest, prepare, prune, verify
@@ -16,11 +17,11 @@ from trainer.checkpoint import Checkpoint, CheckpointError, Commit, Damage, comm
 pytestmark = pytest.mark.timeout(60)
 
 
-def record(step: int) -> Commit:
+def record(step: int, incarnation: int = 0) -> Commit:
     return Commit(
         step=step,
         version=step + 1,
-        incarnation=0,
+        incarnation=incarnation,
         digest=f"d{step}",
         consumed_group_ids=(f"g{step}a", f"g{step}b"),
         ledger_position=10 * step,
@@ -28,12 +29,12 @@ def record(step: int) -> Commit:
     )
 
 
-def write(root: Path, step: int) -> Checkpoint:
-    aside = prepare(root, step)
+def write(root: Path, step: int, incarnation: int = 0) -> Checkpoint:
+    aside = prepare(root, step, incarnation)
     (aside / "state" / "deep").mkdir()
     (aside / "state" / "deep" / "weights.pt").write_bytes(os.urandom(5000))
     (aside / "state" / "random.msgpack").write_bytes(bytes([step]) * 100)
-    return commit(root, aside, record(step))
+    return commit(root, aside, record(step, incarnation))
 
 
 def test_what_was_committed_is_found_again(tmp_path: Path) -> None:
@@ -90,6 +91,35 @@ def test_an_intact_step_is_never_overwritten_but_a_damaged_one_is(tmp_path: Path
     (made.path / "state/random.msgpack").write_bytes(b"")
     write(tmp_path, 5)
     assert isinstance(verify(made.path), Checkpoint)
+    for changes in ({"ranks": 2}, {"ranks": 2, "digest": "never announced"}):
+        again = commit(tmp_path, prepare(tmp_path, 5), msgspec.structs.replace(record(5), **changes))
+        assert verify(made.path) == again
+
+
+def test_a_newer_incarnation_counts_more_than_a_later_step_and_a_refused_one_is_named(tmp_path: Path) -> None:
+    for step, incarnation in ((3, 0), (9, 0), (5, 1), (6, 1)):
+        write(tmp_path, step, incarnation)
+    newest = latest(tmp_path).checkpoint
+    assert newest is not None and newest.path.name == "step-00000006-1"
+    assert (newest.commit.step, newest.commit.incarnation) == (6, 1)
+    found = latest(tmp_path, lambda record: "" if record.step == 3 else f"step {record.step} is off the line")
+    assert found.checkpoint is not None and found.checkpoint.commit.step == 3
+    assert [item.reason for item in found.damaged] == [f"step {step} is off the line" for step in (6, 5, 9)]
+    newest.path.rename(tmp_path / "step-00000006-2")
+    named = verify(tmp_path / "step-00000006-2")
+    assert isinstance(named, Damage) and "incarnation 1" in named.reason
+
+
+def test_pruning_never_removes_the_last_intact_one(tmp_path: Path) -> None:
+    for step in range(5):
+        write(tmp_path, step)
+    for step in (3, 4):
+        flip(tmp_path / f"step-0000000{step}" / "state/deep/weights.pt", 100)
+    assert [path.name for path in prune(tmp_path, 2)] == ["step-00000000", "step-00000001"]
+    found = latest(tmp_path)
+    assert found.checkpoint is not None and found.checkpoint.commit.step == 2
+    write(tmp_path, 5)
+    assert [path.name for path in prune(tmp_path, 2)] == ["step-00000002", "step-00000003"]
 
 
 def test_pruning_keeps_the_newest(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from services.sandbox.host import HostConfig
 from services.sandbox.lanes import LaneBusy
 from services.sandbox.state import pack, pack_or_refusal
 from services.sandbox.tar import StateLimits
-from services.verifier.grading import GradeOutcome, TerminalState, Verifier, VerifierConfig
-from tests.sandbox_ground import needs_bwrap, processes_naming, sandbox_root, token
+from services.verifier.grading import GradeOutcome, GradingCut, TerminalState, Verifier, VerifierConfig
+from tests.sandbox_ground import needs_bwrap, processes_naming, sandbox_root, token, wait_until
 
 pytestmark = [needs_bwrap, pytest.mark.timeout(60)]
 TASK = Task(task_id="t", family="f", template="t1", split="train", instruction="make result.txt", files={"given.py": b"1"})
@@ -273,6 +273,23 @@ async def test_an_agents_traps_do_not_reach_the_grader(verifier: Verifier, tmp_p
     """Modules beside the state that shadow the grader's imports are not loaded."""
     (tmp_path / "json.py").write_text("raise SystemExit(0)")
     assert (await judge(verifier, state(tmp_path))).reward == 1.0
+
+
+async def test_a_stopping_verifier_cuts_its_graders_off_and_judges_nothing(root: str, tmp_path: Path) -> None:
+    word = token()
+    config = VerifierConfig(host=HostConfig(root=f"{root}/stopping", threads=8), concurrency=1, limits=Limits(processes=30))
+    verifier = await Verifier.start(config)
+    command = ("python3", "-c", f"import time; time.sleep(60)  # {word}")
+    spec = msgspec.structs.replace(grader(timeout_s=60), command=command)
+    terminal = state(tmp_path)
+    running, waiting = (asyncio.create_task(judge(verifier, terminal, spec)) for _ in range(2))
+    await asyncio.to_thread(wait_until, lambda: bool(processes_naming(word)), "the grader runs")
+    verifier.halt()
+    for cut_off in (running, waiting):
+        with pytest.raises(GradingCut):
+            await cut_off
+    await verifier.close()
+    assert processes_naming(word) == []
 
 
 async def test_from_reset_to_verdict(verifier: Verifier) -> None:

@@ -2,7 +2,8 @@
 
 Layout: `<root>/step-00000012/commit.msgpack` beside `state/…` (whatever the trainer wrote). It is written aside, every file and
 folder is fsynced, and one rename makes it visible. The commit record names step, version, consumed groups and ledger position
-together with the size and digest of every file, so a torn or rotten checkpoint is found when it is read, and named.
+together with the size and digest of every file, so a torn or rotten checkpoint is found when it is read, and named. It also
+carries the announcement of its step, so that a crash before the announcement does not leave a step that nobody can publish.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import msgspec
 import xxhash
 
 _COMMIT = "commit.msgpack"
-_NAME = re.compile(r"step-(\d{8})")
+_NAME = re.compile(r"step-(\d{8})(?:-(\d+))?")
 _CHUNK_BYTES = 4 * 2**20
 FORMAT = 1
 
@@ -48,11 +50,16 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     written_ns: int = 0  # wall clock
     format: int = FORMAT
     files: tuple[FileRecord, ...] = ()  # filled in when it is committed
+    announcement: bytes = b""  # wire bytes of the step's `StepCommit`; it is published after the checkpoint is there
 
 
 class _Sealed(msgspec.Struct, frozen=True, array_like=True):
     commit: bytes
     digest: str
+
+
+class NotWritten(CheckpointError):
+    """The disk did not take a checkpoint; the older ones are as they were, and it may be tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +85,13 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The newest intact checkpoint (None: there is none) and the newer ones that were passed over."""
+    """The newest checkpoint that can be used (None: there is none) and the newer ones that were passed over."""
 
     checkpoint: Checkpoint | None
     damaged: tuple[Damage, ...]
 
 
-def prepare(root: str | Path, step: int) -> Path:
+def prepare(root: str | Path, step: int, incarnation: int = 0) -> Path:
     """An empty folder beside the checkpoints to write step `step` into; leftovers of interrupted writes are removed.
 
     There is one writer per root. With several ranks one of them prepares and all write below `state/`.
@@ -93,9 +100,14 @@ def prepare(root: str | Path, step: int) -> Path:
     base.mkdir(parents=True, exist_ok=True)
     for leftover in base.glob(".partial-*"):
         shutil.rmtree(leftover)
-    aside = base / f".partial-{name_of(step)}"
+    aside = aside_of(base, step, incarnation)
     (aside / "state").mkdir(parents=True)
     return aside
+
+
+def aside_of(root: str | Path, step: int, incarnation: int = 0) -> Path:
+    """Where `prepare` makes the folder."""
+    return Path(root) / f".partial-{name_of(step, incarnation)}"
 
 
 def commit(root: str | Path, aside: Path, record: Commit) -> Checkpoint:
@@ -103,12 +115,14 @@ def commit(root: str | Path, aside: Path, record: Commit) -> Checkpoint:
 
     Order: fsync the files, write and fsync the record, fsync the folders, rename, fsync the root. A crash at any instruction
     leaves the older checkpoints and at most an invisible partial folder. Raises `CheckpointError` when an intact checkpoint of
-    this step exists already; a damaged one is replaced.
+    these weights by as many ranks exists already. One that is damaged, that other ranks wrote, or that holds weights which were
+    never announced, is replaced.
     """
     base = Path(root)
-    target = base / name_of(record.step)
+    target = base / name_of(record.step, record.incarnation)
     if target.exists():
-        if isinstance(verify(target), Checkpoint):
+        found = verify(target)
+        if isinstance(found, Checkpoint) and (found.commit.digest, found.commit.ranks) == (record.digest, record.ranks):
             raise CheckpointError(f"{target}: already committed and intact; a committed step is never written again")
         shutil.rmtree(target)
     files = tuple(_record(aside, path) for path in sorted(p for p in aside.rglob("*") if p.is_file()))
@@ -128,6 +142,22 @@ def commit(root: str | Path, aside: Path, record: Commit) -> Checkpoint:
 def verify(path: str | Path) -> Checkpoint | Damage:
     """Read a checkpoint and check every byte of it against its record."""
     folder = Path(path)
+    record = read(folder)
+    if isinstance(record, Damage):
+        return record
+    for file in record.files:
+        place = folder / file.path
+        if not place.is_file():
+            return Damage(folder, f"{file.path} is missing")
+        if place.stat().st_size != file.size_bytes:
+            return Damage(folder, f"{file.path} has {place.stat().st_size} bytes, recorded {file.size_bytes}")
+        if _digest(place) != file.digest:
+            return Damage(folder, f"{file.path} does not match its digest")
+    return Checkpoint(folder, record)
+
+
+def read(folder: Path) -> Commit | Damage:
+    """A checkpoint's record alone, checked against its own digest; the files that it names are not looked at."""
     try:
         sealed = msgspec.msgpack.decode((folder / _COMMIT).read_bytes(), type=_Sealed)
     except FileNotFoundError:
@@ -142,55 +172,58 @@ def verify(path: str | Path) -> Checkpoint | Damage:
         return Damage(folder, f"{_COMMIT} cannot be decoded: {failure}")
     if record.format != FORMAT:
         return Damage(folder, f"format {record.format} is not the known {FORMAT}")
-    if folder.name != name_of(record.step):
-        return Damage(folder, f"it records step {record.step}, but its name says otherwise")
-    for file in record.files:
-        place = folder / file.path
-        if not place.is_file():
-            return Damage(folder, f"{file.path} is missing")
-        if place.stat().st_size != file.size_bytes:
-            return Damage(folder, f"{file.path} has {place.stat().st_size} bytes, recorded {file.size_bytes}")
-        if _digest(place) != file.digest:
-            return Damage(folder, f"{file.path} does not match its digest")
-    return Checkpoint(folder, record)
+    if folder.name != name_of(record.step, record.incarnation):
+        return Damage(folder, f"it records step {record.step} of incarnation {record.incarnation}, but its name says otherwise")
+    return record
 
 
-def latest(root: str | Path) -> Latest:
-    """The newest intact checkpoint under `root`; every newer one that is damaged is named, never silently skipped."""
-    damaged: list[Damage] = []
+def latest(root: str | Path, refuse: Callable[[Commit], str] = lambda record: "") -> Latest:
+    """The newest intact checkpoint under `root` that `refuse` has nothing against (it gives the reason, or an empty text).
+
+    Every newer one is named with the reason why it was passed over, never silently skipped.
+    """
+    passed_over: list[Damage] = []
     for folder in reversed(_folders(Path(root))):
-        found = verify(folder)
+        record = read(folder)
+        reason = "" if isinstance(record, Damage) else refuse(record)
+        found = Damage(folder, reason) if reason else verify(folder)
         if isinstance(found, Checkpoint):
-            return Latest(found, tuple(damaged))
-        damaged.append(found)
-    return Latest(None, tuple(damaged))
+            return Latest(found, tuple(passed_over))
+        passed_over.append(found)
+    return Latest(None, tuple(passed_over))
 
 
 def prune(root: str | Path, keep: int) -> tuple[Path, ...]:
     """Remove all but the newest `keep` checkpoints; returns what was removed, oldest first.
 
-    A folder loses its record first, so that an interrupted removal cannot look like a checkpoint.
+    When none of those is intact, the newest intact one of the older ones stays as well, so that the last good checkpoint is
+    never removed. A folder loses its record first, so that an interrupted removal cannot look like a checkpoint.
     Raises `CheckpointError` for `keep` below 1.
     """
     if keep < 1:
         raise CheckpointError(f"keep: {keep} must be at least 1")
-    old = _folders(Path(root))[:-keep]
+    folders = _folders(Path(root))
+    newest, old = folders[-keep:], folders[:-keep]
+    if old and not any(isinstance(verify(folder), Checkpoint) for folder in reversed(newest)):
+        last_good = next((folder for folder in reversed(old) if isinstance(verify(folder), Checkpoint)), None)
+        old = [folder for folder in old if folder != last_good]
     for folder in old:
         (folder / _COMMIT).unlink(missing_ok=True)
         shutil.rmtree(folder)
     return tuple(old)
 
 
-def name_of(step: int) -> str:
+def name_of(step: int, incarnation: int = 0) -> str:
     """Folder name of a step's checkpoint."""
-    return f"step-{step:08d}"
+    return f"step-{step:08d}-{incarnation}" if incarnation else f"step-{step:08d}"
 
 
 def _folders(root: Path) -> list[Path]:
-    """Checkpoint folders by step, oldest first."""
+    """Checkpoint folders by incarnation and step, oldest first."""
     if not root.is_dir():
         return []
-    return sorted(path for path in root.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
+    named = [(path, match) for path in root.iterdir() if path.is_dir() and (match := _NAME.fullmatch(path.name))]
+    return [path for path, match in sorted(named, key=lambda item: (int(item[1][2] or 0), int(item[1][1])))]
 
 
 def _record(aside: Path, path: Path) -> FileRecord:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -37,11 +39,13 @@ class Outcome:
     metrics: dict[str, float]
     tokens: int
     optimizer_steps: int
-    checkpoint: str
 
 
 class Learner:
-    """Blocking; the service calls it on one thread. Every rank makes the same calls in the same order."""
+    """Blocking; the service calls it on one thread. Every rank makes the same calls in the same order.
+
+    `overdue`: a checkpoint was due and could not be written; the next step tries again.
+    """
 
     def __init__(self, config: Config) -> None:
         settings = config.trainer
@@ -57,6 +61,7 @@ class Learner:
         self._ledger_position = 0
         self._saved_step = 0
         self._step = 0  # the next one
+        self.overdue = False
         base = snapshot_of(config.policy.model)
         self.base_digest = base.digest
         self.snapshot = self._take(0, 0)
@@ -66,31 +71,51 @@ class Learner:
                 f"{base.digest[:12]}; are its weights bfloat16 and its tied tensors stored once?"
             )
 
-    def restore(self) -> int:
-        """Continue from the newest intact checkpoint; gives the next step. A damaged one is named and passed over."""
-        found = checkpoint.latest(self._root)
+    @property
+    def root(self) -> Path:
+        """Where checkpoints are."""
+        return self._root
+
+    @property
+    def ranks(self) -> int:
+        return self._trainer.ranks
+
+    def find(self, refuse: Callable[[checkpoint.Commit], str]) -> checkpoint.Checkpoint | None:
+        """The newest intact checkpoint that may be continued from; each that is passed over is named. For rank 0."""
+        found = checkpoint.latest(self._root, refuse)
         for damage in found.damaged:
-            log.error("damaged checkpoint passed over", path=str(damage.path), reason=damage.reason)
-        if found.checkpoint is None:
+            log.error("checkpoint passed over", path=str(damage.path), reason=damage.reason)
+        if found.checkpoint is None and found.damaged:
+            log.error(
+                "no checkpoint can be used: the whole ledger is trained again from the base", passed_over=len(found.damaged)
+            )
+        return found.checkpoint
+
+    def restore(self, chosen: checkpoint.Checkpoint | None) -> int:
+        """Continue from the checkpoint that rank 0 has chosen, or from the base; gives the next step."""
+        step, incarnation = self._shared([-1, 0] if chosen is None else [chosen.commit.step, chosen.commit.incarnation])
+        if step < 0:
             return 0
-        record = found.checkpoint.commit
+        folder = self._root / checkpoint.name_of(step, incarnation)
+        record = checkpoint.read(folder)
+        if isinstance(record, checkpoint.Damage):
+            raise checkpoint.CheckpointError(f"{folder}: {record.reason}")
         if record.config_hash != config_hash(self._config):
             log.warning("the configuration changed since the checkpoint", step=record.step)
-        self._trainer.load_state(found.checkpoint.state)
+        self._trainer.load_state(folder / "state")
         self._consumed = list(record.consumed_group_ids)
         self._ledger_position = record.ledger_position
         self._step = self._saved_step = record.step + 1
         self.snapshot = self._take(record.version, record.incarnation)
         if self.snapshot.digest != record.digest:
             raise checkpoint.CheckpointError(
-                f"{found.checkpoint.path}: its weights have digest {self.snapshot.digest[:12]}, "
-                f"its record says {record.digest[:12]}"
+                f"{folder}: its weights have digest {self.snapshot.digest[:12]}, its record says {record.digest[:12]}"
             )
         log.info("checkpoint restored", step=record.step, version=record.version, digest=record.digest[:12])
         return self._step
 
     def train(self, step: int, groups: Sequence[Sequence[TrainRow]], names: Sequence[str], ledger_seq: int) -> Outcome:
-        """The batch's optimizer steps; then, when one is due, the checkpoint that commits step, groups, version and digest."""
+        """The batch's optimizer steps. What they made has no name before `name`."""
         settings = self._config.trainer
         rows = [row for group in groups for row in group]
         plan = schedule(
@@ -106,29 +131,56 @@ class Learner:
         self._consumed.extend(names)
         self._ledger_position = ledger_seq
         self._step = step + 1
-        path = self.save() if self._step % settings.checkpoint_every == 0 else ""
-        metrics = _flat(result) | {"learn_s": time.monotonic() - begun}
         return Outcome(
             old=old,
             new=self.snapshot,
-            metrics=metrics,
+            metrics=_flat(result) | {"learn_s": time.monotonic() - begun},
             tokens=sum(update.tokens for update in result.updates),
             optimizer_steps=plan.optimizer_steps,
-            checkpoint=path,
         )
 
-    def save(self) -> str:
-        """Write the checkpoint of the last finished step unless it is there already; gives its path."""
+    def name(self, outcome: Outcome, incarnation: int) -> Outcome:
+        """Put the step's weights under the incarnation that rank 0 decided on; the others' number is not looked at."""
+        (decided,) = self._shared([incarnation])
+        self.snapshot = replace(self.snapshot, incarnation=decided)
+        return replace(outcome, new=self.snapshot)
+
+    def due(self) -> bool:
+        """Whether the step just taken is one to write a checkpoint after."""
+        return self.overdue or self._step % self._config.trainer.checkpoint_every == 0
+
+    def place(self) -> str:
+        """Path of the checkpoint of the last finished step."""
+        return str(self._root / checkpoint.name_of(self._step - 1, self.snapshot.incarnation))
+
+    def save(self, announcement: bytes) -> None:
+        """Write the checkpoint of the last finished step, which commits step, groups, version and digest, unless it is there.
+
+        `announcement`: of this step, published only afterwards. Raises `NotWritten` with the reason when the disk does not take
+        it and there is one rank; of several, the others would be left waiting in the middle of it, so any error is the end.
+        """
         if self._step == self._saved_step:
-            return ""
+            return
+        self.overdue = True
+        aside = checkpoint.aside_of(self._root, self._step - 1, self.snapshot.incarnation)
+        try:
+            self._write(aside, announcement)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            if self._trainer.ranks > 1 or isinstance(error, checkpoint.CheckpointError):
+                raise
+            shutil.rmtree(aside, ignore_errors=True)
+            free = shutil.disk_usage(self._root).free
+            raise checkpoint.NotWritten(f"{aside.name} was not written, {free} bytes are free: {error}") from error
+        self._saved_step, self.overdue = self._step, False
+
+    def _write(self, aside: Path, announcement: bytes) -> None:
         last = self._step - 1
         main = self._trainer.rank == 0
-        aside = checkpoint.prepare(self._root, last) if main else None
+        if main:
+            checkpoint.prepare(self._root, last, self.snapshot.incarnation)
         self._barrier()
-        folder = self._root / f".partial-{checkpoint.name_of(last)}" if aside is None else aside
-        self._trainer.save_state(folder / "state")
-        path = ""
-        if aside is not None:
+        self._trainer.save_state(aside / "state")
+        if main:
             record = checkpoint.Commit(
                 step=last,
                 version=self.snapshot.version,
@@ -139,12 +191,11 @@ class Learner:
                 config_hash=config_hash(self._config),
                 ranks=self._trainer.ranks,
                 written_ns=time.time_ns(),
+                announcement=announcement,
             )
-            path = str(checkpoint.commit(self._root, aside, record).path)
+            checkpoint.commit(self._root, aside, record)
             checkpoint.prune(self._root, self._config.trainer.keep_checkpoints)
         self._barrier()
-        self._saved_step = self._step
-        return path
 
     def agree(self, ready: bool) -> bool:
         """True when every rank is ready to take the next step; otherwise all stop at the same boundary."""
@@ -161,6 +212,14 @@ class Learner:
         """The served weights as they stand now. All ranks take part; each gets all tensors."""
         state = {name: Bits("bf16", bits.shape, bits) for name, bits in self._trainer.policy_bits(owned=False)}
         return Snapshot.of(state, version=version, incarnation=incarnation)
+
+    def _shared(self, numbers: list[int]) -> list[int]:
+        """Rank 0's numbers, on every rank."""
+        if self._trainer.ranks == 1:
+            return numbers
+        shared = torch.tensor(numbers, dtype=torch.int64, device=self._trainer.device.torch_device)
+        dist.broadcast(shared, src=0)
+        return [int(number) for number in shared.tolist()]
 
     def _barrier(self) -> None:
         if self._trainer.ranks > 1:

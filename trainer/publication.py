@@ -1,17 +1,20 @@
-"""A step's weights on their way out: the sparse patch between two verified snapshots, stored under an immutable name."""
+"""A step's weights on their way out, stored under an immutable name: the sparse patch, or an anchor for a new incarnation."""
 
 from __future__ import annotations
 
 import asyncio
 
-from param_sync.patch.codec import encode
+from param_sync.patch.codec import encode, encode_anchor
 from schemas.training import ObjectRef
 from services import blobs
 from services.bus import Bus
 from trainer.learner import Outcome
 
 
-async def put_patch(bus: Bus, outcome: Outcome) -> ObjectRef:
-    """Encode and store the patch from `outcome.old` to `outcome.new`."""
-    data = await asyncio.to_thread(lambda: encode(outcome.old, outcome.new).tobytes())
-    return await blobs.put(bus, f"patch-{outcome.new.incarnation}-{outcome.new.version}-{outcome.new.digest[:16]}", data)
+async def put_weights(bus: Bus, outcome: Outcome) -> ObjectRef:
+    """Encode and store what leads to `outcome.new`: from `outcome.old`, or from nothing where an incarnation begins."""
+    new = outcome.new
+    begins = new.incarnation != outcome.old.incarnation
+    data = await asyncio.to_thread(lambda: (encode_anchor(new) if begins else encode(outcome.old, new)).tobytes())
+    form = "anchor" if begins else "patch"
+    return await blobs.put(bus, f"{form}-{new.incarnation}-{new.version}-{new.digest[:16]}", data)

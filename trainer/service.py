@@ -4,99 +4,133 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 import structlog
 
+from schemas.codec import encode
 from schemas.ledger import BatchEntry
 from schemas.policy import WeightsManifest
 from schemas.table import Stream
-from schemas.training import BatchDemand, StepCommit
-from services.bus import BusError, Item, OnceConflict
+from schemas.training import StepCommit
+from services.bus import BusError, Item
 from services.consume import fold
+from services.health import pause
+from services.ownership import Ownership, owned
 from services.runtime import ServiceContext
 from services.tracing import span
-from trainer.intake import fetch, rows_of
+from trainer.batch import TrainRow
+from trainer.batches import Batches
+from trainer.checkpoint import NotWritten
+from trainer.folder_lock import locked
+from trainer.intake import TrainingGroup, fetch, rows_of
 from trainer.launch import Followers, rank_of
 from trainer.learner import Learner, Outcome
-from trainer.publication import put_patch
+from trainer.publication import put_weights
+from trainer.step_log import StepLog
 
 log = structlog.get_logger()
 T = TypeVar("T")
 _NAMED_WAIT_S = 600.0
-
-
-class Diverged(BusError):
-    """A step that was published before came out with other bits; its name must not be used again."""
+_SAVE_AGAIN_S = 30.0
 
 
 async def serve(context: ServiceContext) -> None:
-    """One trainer; with several ranks, rank 0 speaks on the bus and the others follow the same ledger.
+    """One trainer; with several ranks, rank 0 owns the role and speaks on the bus, and the others follow the same ledger.
 
-    Consumes: `ledger.batch.<s>` and the groups that it names. Produces: `train.demand.<s>`, then, after the
-    checkpoint or with the
-    ledger as log between checkpoints, the patch and `train.step.<s>`. Waits for: version 0 to be published, then for
-    each batch; both
-    are named in the status. On error: a rank that dies ends the service, and it restarts as a whole from the last
-    checkpoint. On
-    stop: a step that was begun is finished and committed, then a checkpoint is written.
+    Consumes: `ledger.batch.<s>` and the groups that it names. Produces: `train.demand.<s>`, then the weights' object, the
+    checkpoint if one is due, and last `train.step.<s>`; between checkpoints the ledger is the log. Waits for: the ownership and
+    the checkpoint folder's lock, version 0 to be published, then for each batch; each is named in the status. On error: a rank
+    that dies, and a lost ownership, end the process; it restarts as a whole from the newest checkpoint on the published line
+    and takes the steps after it again. A step that comes out with other bits than were published begins a new incarnation. A
+    checkpoint that cannot be written is named, and tried again after the next step. On stop: a step that was begun is finished
+    and committed, then a checkpoint is written.
     """
-    trainer = TrainerService(context)
+    if rank_of(context.config)[0] != 0:
+        await _train(context, None)
+        return
+    async with owned(context, end_at_once=True) as ownership:
+        if ownership is not None:
+            async with locked(context, context.config.run_folder() / "checkpoints") as held:
+                if held:
+                    await _train(context, ownership)
+
+
+async def _train(context: ServiceContext, ownership: Ownership | None) -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="learner") as pool, Followers(context.config) as followers:
-        await trainer.run(pool, followers)
+        ended = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(followers.watch(context.stop, ended))
+            try:
+                await TrainerService(context, ownership, pool).run(group, ended)
+            finally:
+                ended.set()
 
 
 class TrainerService:
-    """The loop of one rank."""
+    """The loop of one rank. Only the owner, rank 0, has an `ownership` and a step log."""
 
-    def __init__(self, context: ServiceContext) -> None:
+    def __init__(self, context: ServiceContext, ownership: Ownership | None, pool: ThreadPoolExecutor) -> None:
         self._context = context
         self._bus = context.bus
         self._config = context.config
+        self._ownership = ownership
+        self._pool = pool
         self._rank, self._ranks = rank_of(context.config)
-        self._batches: dict[int, Item] = {}
-        self._arrived = asyncio.Event()
+        self._announcement = b""  # of the last step
 
-    async def run(self, pool: ThreadPoolExecutor, followers: Followers) -> None:
+    async def run(self, group: asyncio.TaskGroup, ended: asyncio.Event) -> None:
         stop = self._context.stop
-        loop = asyncio.get_running_loop()
-
-        def work(function: Callable[[], T]) -> asyncio.Future[T]:
-            return loop.run_in_executor(pool, function)
-
-        learner = await work(lambda: Learner(self._config))
-        step = await work(learner.restore)
+        learner = await self._work(lambda: Learner(self._config))
+        self._steps = StepLog(self._bus, learner.base_digest)
+        step = await self._recover(learner)
         await self._check_base(learner)
         self._context.ready()
         log.info("trainer", rank=self._rank, ranks=self._ranks, step=step, digest=learner.snapshot.digest[:12])
-        async with asyncio.TaskGroup() as group:
-            ended = asyncio.Event()
-            group.create_task(self._follow_ledger(step, ended))
-            group.create_task(followers.watch(stop, ended))
-            try:
-                while not stop.is_set() and not self._is_last(step):
-                    begun = time.monotonic()
-                    item = await self._batch(step)
-                    if not await work(partial(learner.agree, item is not None)) or item is None:
-                        break
-                    waited = time.monotonic() - begun
-                    with span("train", item.headers, step=step):
-                        await self._step(learner, work, item, step, waited)
-                    step += 1
-                await work(learner.save)
-                if not stop.is_set():
-                    log.info("all steps are done", steps=step)
-                    await stop.wait()
-            finally:
-                ended.set()
+        batches = Batches(self._context, self._ownership, self._steps.line)
+        group.create_task(batches.follow(step, ended))
+        while not stop.is_set() and not self._is_last(step):
+            begun = time.monotonic()
+            item = await batches.take(step, self._config.trainer.demand_ahead, self._config.run.max_steps)
+            if not await self._work(partial(learner.agree, item is not None)) or item is None:
+                break
+            with span("train", item.headers, step=step):
+                await self._step(learner, item, step, waited_s=time.monotonic() - begun)
+            step += 1
+        await self._save_last(learner, step)
         self._context.health.enter("draining")
-        await work(learner.close)
+        await self._work(learner.close)
+
+    def _work(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, function)
 
     def _is_last(self, step: int) -> bool:
         return self._config.run.evaluate_only or (bool(self._config.run.max_steps) and step >= self._config.run.max_steps)
+
+    # -- recovery ------------------------------------------------------------------------------------------------------------
+
+    async def _recover(self, learner: Learner) -> int:
+        """The next step: after the newest checkpoint on the published line. An announcement that a crash prevented is made."""
+        if self._ownership is None:
+            return await self._work(partial(learner.restore, None))
+        await self._steps.read()
+        chosen = await self._work(lambda: learner.find(lambda record: self._steps.refusal(record, learner.ranks)))
+        if chosen is not None:
+            self._announcement = chosen.commit.announcement
+            missing = self._steps.unannounced(chosen.commit)
+            if missing is not None:
+                await self._ownership.confirm()
+                await self._steps.announce(missing)
+                log.info("announced from the checkpoint", step=missing.step, digest=missing.digest[:12])
+        step = await self._work(partial(learner.restore, chosen))
+        if again := self._steps.steps_ahead(step):
+            log.info("published steps are taken again", first=step, count=again)
+        return step
 
     async def _check_base(self, learner: Learner) -> None:
         """Training starts only from the very bits that were published as version 0."""
@@ -112,106 +146,117 @@ class TrainerService:
                     )
                 return
 
-    async def _follow_ledger(self, start: int, stop: asyncio.Event) -> None:
-        async for item in fold(self._bus, Stream.LEDGER, "ledger.batch.*", stop=stop):
-            if item is not None:
-                number = int(item.subject.rsplit(".", 1)[1])
-                if number >= start:
-                    self._batches[number] = item
-                    self._arrived.set()
+    # -- one step ------------------------------------------------------------------------------------------------------------
 
-    async def _batch(self, step: int) -> Item | None:
-        """The ledger's entry for `step`, asked for if need be; `None` when the service is told to stop."""
-        if self._rank == 0:
-            for ahead in range(self._config.trainer.demand_ahead + 1):
-                if not self._is_last(step + ahead):
-                    await self._demand(step + ahead)
-        with self._context.health.waiting(f"batch {step}", "admission", _NAMED_WAIT_S, "keeps waiting"):
-            while step not in self._batches:
-                if self._context.stop.is_set():
-                    return None
-                self._arrived.clear()
-                try:
-                    await asyncio.wait_for(self._arrived.wait(), 0.5)
-                except asyncio.TimeoutError:
-                    continue
-        return self._batches.pop(step)
-
-    async def _demand(self, step: int) -> None:
-        demand = BatchDemand(
-            run=self._bus.run, step=step, version=step, incarnation=0, groups=self._config.admission.groups_per_batch
-        )
-        await self._bus.publish_once(self._bus.subjects.demand(step), demand)
-
-    async def _step(
-        self,
-        learner: Learner,
-        work: Callable[[Callable[[], Outcome]], asyncio.Future[Outcome]],
-        item: Item,
-        step: int,
-        waited: float,
-    ) -> None:
+    async def _step(self, learner: Learner, item: Item, step: int, *, waited_s: float) -> None:
+        """Train, name, store the weights, commit, announce: in this order a crash anywhere leaves what can be resumed."""
         entry = item.decode(BatchEntry)
         begun = time.monotonic()
         groups = await fetch(self._bus, entry)
+        rows = self._rows(groups, entry)
+        names = tuple(group.group for group in entry.groups)
+        outcome = await self._work(lambda: learner.train(step, rows, names, item.seq))
+        incarnation = 0 if self._ownership is None else self._steps.incarnation_of(step, outcome.new.digest)
+        outcome = await self._work(partial(learner.name, outcome, incarnation))
+        if self._ownership is None:
+            if learner.due():
+                await self._save(learner)
+            return
+        published = self._steps.line.commit_of(step)
+        if published is not None and published.incarnation == incarnation:
+            log.info("step reproduced", step=step, digest=published.digest[:12])
+            self._announcement = encode(published)
+            if learner.due():
+                await self._save(learner)
+        else:
+            trained_s = time.monotonic() - begun
+            commit = await self._committed(outcome, item, groups, rows, waited_s=waited_s, trained_s=trained_s)
+            if learner.due():
+                commit = msgspec.structs.replace(commit, checkpoint=learner.place())
+                self._announcement = encode(commit)
+                if not await self._save(learner):
+                    commit = msgspec.structs.replace(commit, checkpoint="")
+            self._announcement = encode(commit)
+            await self._ownership.confirm()
+            await self._steps.announce(commit)
+        self._context.health.set("step", step)
+        self._context.health.set("incarnation", incarnation)
+        self._context.health.set("steps_to_take_again", self._steps.steps_ahead(step + 1))
+
+    def _rows(self, groups: Sequence[TrainingGroup], entry: BatchEntry) -> list[list[TrainRow]]:
         settings = self._config.trainer
-        rows = rows_of(
+        return rows_of(
             groups,
             updating_version=entry.version,
             credit=settings.credit,
             scale=settings.group_scale,
             shuffle_seed=self._config.run.seed if settings.shuffle_rewards else None,
         )
-        names = tuple(group.group for group in entry.groups)
-        outcome = await work(lambda: learner.train(step, rows, names, item.seq))
-        if self._rank != 0:
-            return
-        trained = time.monotonic()
-        reference = await put_patch(self._bus, outcome)
-        metrics = outcome.metrics | _batch_metrics(entry, [reward for group in groups for reward in group.ready.rewards()])
-        commit = StepCommit(
+
+    async def _committed(
+        self,
+        outcome: Outcome,
+        item: Item,
+        groups: Sequence[TrainingGroup],
+        rows: Sequence[Sequence[TrainRow]],
+        *,
+        waited_s: float,
+        trained_s: float,
+    ) -> StepCommit:
+        """Store the weights' object, and give the announcement that names it."""
+        entry = item.decode(BatchEntry)
+        begun = time.monotonic()
+        reference = await put_weights(self._bus, outcome)
+        return StepCommit(
             run=self._bus.run,
-            step=step,
-            version=step + 1,
-            incarnation=entry.incarnation,
+            step=entry.step,
+            version=outcome.new.version,
+            incarnation=outcome.new.incarnation,
             digest=outcome.new.digest,
             base_digest=outcome.old.digest,
-            groups=names,
+            groups=tuple(group.group for group in entry.groups),
             rows=sum(len(part) for part in rows),
             trained_tokens=outcome.tokens,
             optimizer_steps=outcome.optimizer_steps,
             patches=(reference,),
             patch_bytes=reference.size_bytes,
-            metrics=metrics,
+            metrics=outcome.metrics | _batch_metrics(entry, [reward for group in groups for reward in group.ready.rewards()]),
             ledger_seq=item.seq,
-            checkpoint=outcome.checkpoint,
-            wait_s=waited,
-            train_s=trained - begun,
-            publish_s=time.monotonic() - trained,
+            wait_s=waited_s,
+            train_s=trained_s,
+            publish_s=time.monotonic() - begun,
             finished_ns=time.time_ns(),
         )
-        await self._announce(commit)
-        self._context.health.set("step", step)
 
-    async def _announce(self, commit: StepCommit) -> None:
-        """Announce once; a step that was announced before a crash must have come out with the same digest."""
-        subject = self._bus.subjects.step(commit.step)
-        held = await self._bus.last(subject)
-        if held is None:
-            try:
-                await self._bus.publish_once(subject, commit)
+    async def _save(self, learner: Learner) -> bool:
+        """The checkpoint, if the disk takes it. The ledger stands in for it until the next step tries again."""
+        try:
+            await self._write(learner)
+        except NotWritten as error:
+            log.error("checkpoint not written", error=str(error), then="the next step tries again")
+            self._context.health.count("checkpoints_not_written")
+            return False
+        return True
+
+    async def _write(self, learner: Learner) -> None:
+        if self._ownership is not None:
+            await self._ownership.confirm()
+        await self._work(partial(learner.save, self._announcement))
+
+    async def _save_last(self, learner: Learner, step: int) -> None:
+        """The checkpoint of the end. Tried until it is there or the service is told to stop, and then once more."""
+        stop = self._context.stop
+        while not stop.is_set():
+            with suppress(NotWritten):
+                await self._write(learner)
+                log.info("all steps are done", steps=step)
+                await stop.wait()
                 return
-            except OnceConflict:
-                held = await self._bus.last(subject)
-        assert held is not None
-        before = held.decode(StepCommit)
-        if before.digest != commit.digest:
-            raise Diverged(
-                f"step {commit.step} was published as {before.digest[:12]} and came out as {commit.digest[:12]} "
-                "after recovery; "
-                "restart this run from its last checkpoint on the machine that made it, or begin a new run from that checkpoint"
-            )
-        log.info("step reproduced", step=commit.step, digest=commit.digest[:12])
+            disk = f"the disk of {learner.root}"
+            with self._context.health.waiting("room for the checkpoint", disk, _NAMED_WAIT_S, "tries again twice a minute"):
+                log.error("checkpoint not written", root=str(learner.root), next_try_s=_SAVE_AGAIN_S)
+                await pause(stop, _SAVE_AGAIN_S)
+        await self._write(learner)
 
 
 def _batch_metrics(entry: BatchEntry, rewards: list[float | None]) -> dict[str, float]:

@@ -18,12 +18,13 @@ from schemas.table import Stream
 from services import blobs
 from services.base_weights import snapshot_of
 from services.bus import IntegrityError, Item
-from services.consume import WorkConsumer, fold
+from services.consume import fold
 from services.engine.from_config import engine_from_config
 from services.engine.protocol import DrainTimeout, Engine, EngineError, RequestRefused, WeightsRejected, WeightUpdate
 from services.health import pause
 from services.runtime import ServiceContext
 from services.tracing import span
+from services.work import WorkConsumer
 
 log = structlog.get_logger()
 _HEARTBEAT_S = 1.0
@@ -176,7 +177,7 @@ class EngineService:
             await self._obey(order)
 
     async def _obey(self, order: ApplyOrder) -> None:
-        if (order.incarnation, order.version) <= (self._incarnation, self._version) and self.phase == "serving":
+        if self.phase == "serving" and self._outranks(order):
             return
         was = self.phase
         self._order_id = order.order_id
@@ -196,6 +197,13 @@ class EngineService:
             log.error("weights rejected", version=order.version, error=str(error))
         await self.announce()
 
+    def _outranks(self, order: ApplyOrder) -> bool:
+        """Whether what is served is the order's weights or newer. A new incarnation is newer than all that it left."""
+        held = (self._incarnation, self._version)
+        wanted = (order.incarnation, order.version)
+        same_bits = self._shadow is not None and self._shadow.digest == order.digest
+        return held > wanted or (held == wanted and same_bits)
+
     async def _prepare(self, order: ApplyOrder) -> Snapshot:
         """Fetch and verify every link while the engine still serves. Raises `PatchError` or `IntegrityError`."""
         held = self._shadow
@@ -208,7 +216,7 @@ class EngineService:
             for reference in link.objects:
                 data = await blobs.get(self._bus, reference)
                 held = await asyncio.to_thread(apply_patch, held if link.form == "patch" else None, data)
-        if held is None or (held.digest, held.version) != (order.digest, order.version):
+        if held is None or (held.digest, held.version, held.incarnation) != (order.digest, order.version, order.incarnation):
             raise IntegrityError(
                 f"order {order.order_id}: its links lead to {'nothing' if held is None else held.digest[:12]}, "
                 f"announced is {order.digest[:12]} (version {order.version})"
@@ -233,6 +241,7 @@ class EngineService:
         log.info(
             "serving",
             version=order.version,
+            incarnation=order.incarnation,
             digest=target.digest[:12],
             tensors=len(changed),
             paused_s=round(receipt.closed_s, 4),

@@ -23,6 +23,7 @@ class BoxLabel(msgspec.Struct, frozen=True, kw_only=True):
     """Who a sandbox belongs to; written beside it, for people who look."""
 
     sandbox_id: str
+    owner: str
     marker: str
     index: int
     created_ns: int
@@ -36,8 +37,8 @@ def state_limits(limits: Limits) -> StateLimits:
 class Box:
     """Created empty by `open`; gone after `close`. `index` is its number among the host's sandboxes."""
 
-    def __init__(self, host: Host, sandbox_id: str, index: int, limits: Limits) -> None:
-        self.host, self.sandbox_id, self.index, self.limits = host, sandbox_id, index, limits
+    def __init__(self, host: Host, sandbox_id: str, index: int, limits: Limits, owner: str = "") -> None:
+        self.host, self.sandbox_id, self.index, self.limits, self.owner = host, sandbox_id, index, limits, owner
         self.stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable: whatever runs here must end
         self._folder = host.path("sandboxes", sandbox_id)
         self._group: Cgroup | None = None
@@ -49,7 +50,13 @@ class Box:
 
     def open(self) -> None:
         open_folder(self._folder, 0o711)
-        label = BoxLabel(sandbox_id=self.sandbox_id, marker=self.host.marker, index=self.index, created_ns=time.time_ns())
+        label = BoxLabel(
+            sandbox_id=self.sandbox_id,
+            owner=self.owner,
+            marker=self.host.marker,
+            index=self.index,
+            created_ns=time.time_ns(),
+        )
         with open(os.path.join(self._folder, "label.json"), "wb") as file:
             file.write(msgspec.json.encode(label))
         self.host.make_folder(self.workspace, self.index, self.limits)
@@ -105,9 +112,13 @@ class Box:
             uid=self.host.uid(self.index),
         )
         result = run_blocking(self.host.launcher, spec, cgroup=self._group, cancel_fd=self.stop_fd, on_started=on_started)
-        after = state.hash_or_refusal(self.workspace, state_limits(self.limits))
+        after = self.state_hash()
         over = after.startswith(state.REFUSED) and result.outcome is Outcome.EXITED
         return msgspec.structs.replace(result, state_hash_after=after, outcome=Outcome.OVER_QUOTA if over else result.outcome)
+
+    def state_hash(self) -> str:
+        """Of the workspace as it is now; a `refused:` value says why it has none."""
+        return state.hash_or_refusal(self.workspace, state_limits(self.limits))
 
     def pack(self) -> PackedState:
         return state.pack_or_refusal(self.workspace, state_limits(self.limits))

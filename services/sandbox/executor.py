@@ -11,21 +11,23 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import msgspec
 
+from schemas.trajectory import StateRef
 from services.sandbox.box import Box
 from services.sandbox.command import CommandResult, Limits
 from services.sandbox.cpus import default_lanes
 from services.sandbox.errands import Errands
+from services.sandbox.executor_status import CleanupResult, ExecutorStatus
 from services.sandbox.host import Host, HostConfig
-from services.sandbox.isolation import Isolation
 from services.sandbox.journal import Journal, digest_of
+from services.sandbox.journals import Journals
 from services.sandbox.lane_rules import Lane, LaneSpec
-from services.sandbox.lanes import Lanes, LaneStatus
-from services.sandbox.reaper import Reaped
+from services.sandbox.lanes import Lanes
+from services.sandbox.owners import Owners
 from services.sandbox.refusals import (
     BadSandboxId,
     ExecutorStopped,
@@ -34,7 +36,7 @@ from services.sandbox.refusals import (
     TooManySandboxes,
     UnknownSandbox,
 )
-from services.sandbox.resident import Content, ResetResult, Resident
+from services.sandbox.resident import Content, ResetResult, Resident, Standing
 from services.sandbox.snapshots import Snapshots, is_snapshot_id
 from services.sandbox.state import PackedState, SnapshotManifest
 
@@ -51,27 +53,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sandboxes: int = 128
     max_snapshot_bytes: int = 1 << 30
     journals_kept: int = 4096  # of sandboxes that are gone, so that late repeats still find their results
+    journals_kept_bytes: int = 256 * 2**20  # of the same; small terminal states lie in them
     prune_every: int = 256  # closed sandboxes between two passes over the journals, each of which looks at all of them
-    idle_s: float = 3600.0  # a sandbox that nobody has used for so long is removed by `reap_idle`
-
-
-class CleanupResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The sandbox is confirmed to be gone; `existed` is false if it was so before."""
-
-    sandbox_id: str
-    existed: bool
-
-
-class ExecutorStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """For metrics, and for whoever asks what is being waited for."""
-
-    sandboxes: int
-    max_sandboxes: int
-    sealed: int
-    lost: int
-    lanes: tuple[LaneStatus, ...]
-    isolation: Isolation
-    reaped_at_start: Reaped
+    idle_s: float = 3600.0  # a sandbox unused for so long is removed by `reap_idle`; more than any living episode pauses
 
 
 class Executor:
@@ -81,12 +65,14 @@ class Executor:
         self._config, self._host = config, host
         self._lanes = Lanes(config.lanes or default_lanes(sorted(os.sched_getaffinity(0))))
         self._snapshots = Snapshots(host.path("snapshots"), config.max_snapshot_bytes)
+        self._journals = Journals(
+            host, kept=config.journals_kept, kept_bytes=config.journals_kept_bytes, prune_every=config.prune_every
+        )
         self._errands = Errands()
         self._residents: dict[str, Resident] = {}
         self._openings: dict[str, tuple[str, asyncio.Task[ResetResult]]] = {}
         self._closings: dict[str, asyncio.Task[None]] = {}
-        self._closed = 0  # since the journals were last pruned
-        self._pruning = asyncio.Lock()
+        self._owners = Owners()
         self._stopped = False
 
     @classmethod
@@ -94,12 +80,15 @@ class Executor:
         """Take over the root folder and remove a predecessor's leftovers. Raises `RootInUse` or `HostUnusable`."""
         return cls(config, await asyncio.to_thread(Host.open, config.host))
 
-    async def reset(self, sandbox_id: str, files: Mapping[str, bytes], base_snapshot: str = "") -> ResetResult:
+    async def reset(
+        self, sandbox_id: str, files: Mapping[str, bytes], base_snapshot: str = "", *, owner: str = ""
+    ) -> ResetResult:
         """A new sandbox at exactly these files, or at a stored snapshot. The same request again gives the same answer.
 
         `base_snapshot` is empty, or the state hash that the files must have, or (with no files) the id of a snapshot of this
-        host. Raises `SandboxConflict` if the id stands for other contents, `SandboxLost` if it is spent, `SnapshotMismatch`,
-        `SnapshotUnknown`, `TooManySandboxes`, `LaneBusy`, `SetupFailed`.
+        host. `owner` is `<group>/<slot>/<attempt>`: sandboxes of older attempts at the slot are removed. Raises
+        `SandboxConflict` if the id stands for other contents or the slot has a newer attempt here, `SandboxLost` if the id is
+        spent, `SnapshotMismatch`, `SnapshotUnknown`, `TooManySandboxes`, `LaneBusy`, `SetupFailed`.
         """
         self._check_running(sandbox_id)
         parts = [base_snapshot.encode(), *(part for path, data in sorted(files.items()) for part in (os.fsencode(path), data))]
@@ -108,7 +97,10 @@ class Executor:
         if opening is None:
             if len(self._openings) >= self._config.max_sandboxes:
                 raise TooManySandboxes(f"sandbox {sandbox_id}: the host holds {len(self._openings)}, its bound")
-            work = self._open(sandbox_id, request, files, base_snapshot)
+            orphans = self._owners.admit(sandbox_id, owner)
+            for orphan in orphans:
+                self._errands.start(self.cleanup(orphan, f"its slot went on as {owner}"), f"orphan {orphan}")
+            work = self._open(sandbox_id, request, files, base_snapshot, owner)
             opening = (request, self._errands.start(work, f"reset {sandbox_id}"))
             self._openings[sandbox_id] = opening
         if opening[0] != request:
@@ -138,6 +130,33 @@ class Executor:
     async def export(self, sandbox_id: str) -> PackedState:
         """Seal the sandbox: no later command is accepted. Returns its terminal state; repeated calls give the same bytes."""
         return await (await self._live(sandbox_id)).export()
+
+    async def seal(self, sandbox_id: str, publish: Callable[[PackedState], Awaitable[StateRef]]) -> StateRef:
+        """Seal the sandbox and give the reference under which `publish` put its terminal state out; later calls give the same
+        one, also when the sandbox is gone. Raises `SandboxLost` or `UnknownSandbox`.
+        """
+        _check_id(sandbox_id)
+        resident = await self._resident(sandbox_id)
+        if resident is None:
+            journal = await self._journals.load(sandbox_id)
+            recorded = await self._thread(journal.sealed_state)
+            if recorded is None:
+                raise _gone(sandbox_id, journal)
+            return recorded
+        if (recorded := await resident.sealed_state()) is not None:
+            return recorded
+        return await resident.keep_sealed(await publish(await resident.export()))
+
+    async def standing(self, sandbox_id: str) -> Standing:
+        """Where a sandbox stands after all that was asked of it before. Raises `SandboxLost` or `UnknownSandbox`."""
+        _check_id(sandbox_id)
+        if (resident := await self._resident(sandbox_id)) is not None:
+            return await resident.standing()
+        journal = await self._journals.load(sandbox_id)
+        sealed = await self._thread(journal.sealed_state)
+        if sealed is None:
+            raise _gone(sandbox_id, journal)
+        return Standing(sandbox_id=sandbox_id, state_hash=sealed.state_hash, last_command=journal.last_command)
 
     async def snapshot(self, sandbox_id: str, environment: str = "") -> SnapshotManifest:
         """Store the workspace as it is between two commands."""
@@ -187,26 +206,32 @@ class Executor:
             reaped_at_start=self._host.reaped,
         )
 
-    async def close(self) -> None:
-        """Refuse new work, end every sandbox, free the root folder. Idempotent. Raises `TeardownUnconfirmed`."""
+    def halt(self) -> None:
+        """Refuse new work and kill what runs: every sandbox is lost from now on. Idempotent."""
         self._stopped = True
         for resident in self._residents.values():
             resident.stop("the executor stopped")
+
+    async def close(self) -> None:
+        """Refuse new work, end every sandbox, free the root folder. Idempotent. Raises `TeardownUnconfirmed`."""
+        self.halt()
         await self._errands.drain()
         for sandbox_id, resident in list(self._residents.items()):
             self._closings[sandbox_id] = self._errands.start(self._close(sandbox_id, resident, ""), f"cleanup {sandbox_id}")
             await self._closings[sandbox_id]
         await asyncio.to_thread(self._host.close)
 
-    async def _open(self, sandbox_id: str, request: str, files: Mapping[str, bytes], base_snapshot: str) -> ResetResult:
+    async def _open(
+        self, sandbox_id: str, request: str, files: Mapping[str, bytes], base_snapshot: str, owner: str
+    ) -> ResetResult:
         try:
-            journal = await self._thread(lambda: Journal.load(self._journal_path(sandbox_id)))
+            journal = await self._journals.load(sandbox_id)
             if journal.opened is not None:
                 raise SandboxLost(f"sandbox {sandbox_id}: {_why_gone(journal)}; its id is spent")
             content = await self._thread(lambda: self._content(request, files, base_snapshot))
             taken = {resident.index for resident in self._residents.values()}
             index = next(number for number in range(len(taken) + 1) if number not in taken)
-            box = Box(self._host, sandbox_id, index, self._config.limits)
+            box = Box(self._host, sandbox_id, index, self._config.limits, owner)
             resident = Resident(self._host, self._lanes, self._errands, snapshots=self._snapshots, box=box, journal=journal)
             self._residents[sandbox_id] = resident
             try:
@@ -217,6 +242,7 @@ class Executor:
         except BaseException:
             self._residents.pop(sandbox_id, None)
             self._openings.pop(sandbox_id, None)
+            self._owners.drop(sandbox_id)
             raise
 
     def _content(self, request: str, files: Mapping[str, bytes], base_snapshot: str) -> Content:
@@ -230,19 +256,10 @@ class Executor:
             await resident.close(reason)
             del self._residents[sandbox_id]
             del self._openings[sandbox_id]
+            self._owners.drop(sandbox_id)
         finally:
             del self._closings[sandbox_id]
-        await self._prune_when_due()
-
-    async def _prune_when_due(self) -> None:
-        """Prune once in a while and one at a time: each pass looks at every journal that is kept."""
-        self._closed += 1
-        if self._closed < self._config.prune_every or self._pruning.locked():
-            return
-        async with self._pruning:
-            self._closed = 0
-            live = frozenset(self._journal_path(sandbox_id) for sandbox_id in self._openings)  # here: the loop changes it
-            await self._thread(lambda: self._prune_journals(live))
+        await self._journals.one_more_closed(frozenset(self._openings))
 
     async def _resident(self, sandbox_id: str) -> Resident | None:
         """The sandbox, once its reset has ended; None if it is not (or no longer) here."""
@@ -254,32 +271,17 @@ class Executor:
         self._check_running(sandbox_id)
         resident = await self._resident(sandbox_id)
         if resident is None:
-            raise self._gone(sandbox_id, await self._thread(lambda: Journal.load(self._journal_path(sandbox_id))))
+            raise _gone(sandbox_id, await self._journals.load(sandbox_id))
         return resident
 
     async def _recorded(self, sandbox_id: str, command_id: str, command: str) -> CommandResult:
         _check_id(sandbox_id)
         request = digest_of(command.encode("utf-8", "surrogatepass"))
-        journal = await self._thread(lambda: Journal.load(self._journal_path(sandbox_id)))
+        journal = await self._journals.load(sandbox_id)
         recorded = await self._thread(lambda: journal.result_of(command_id, request))
         if recorded is None:
-            raise self._gone(sandbox_id, journal)
+            raise _gone(sandbox_id, journal)
         return recorded
-
-    def _gone(self, sandbox_id: str, journal: Journal) -> SandboxLost | UnknownSandbox:
-        if journal.opened is None:
-            return UnknownSandbox(f"sandbox {sandbox_id}: this executor has never had it")
-        return SandboxLost(f"sandbox {sandbox_id}: {_why_gone(journal)}")
-
-    def _prune_journals(self, live: frozenset[str]) -> None:
-        """Forget the oldest of the sandboxes that are gone, beyond the number to be kept. Journals are removed only here."""
-        kept = [(item.stat().st_mtime_ns, item.path) for item in os.scandir(self._host.path("journal"))]
-        for _, path in sorted(kept)[: max(0, len(kept) - len(live) - self._config.journals_kept)]:
-            if path not in live:
-                os.remove(path)
-
-    def _journal_path(self, sandbox_id: str) -> str:
-        return self._host.path("journal", f"{sandbox_id}.log")
 
     def _check_running(self, sandbox_id: str) -> None:
         _check_id(sandbox_id)
@@ -295,6 +297,12 @@ def _check_id(sandbox_id: str) -> None:
         raise BadSandboxId(
             f"sandbox id {sandbox_id!r}: use letters, digits, '.', '-' and '_', at most 128, and start with a letter or digit"
         )
+
+
+def _gone(sandbox_id: str, journal: Journal) -> SandboxLost | UnknownSandbox:
+    if journal.opened is None:
+        return UnknownSandbox(f"sandbox {sandbox_id}: this executor has never had it")
+    return SandboxLost(f"sandbox {sandbox_id}: {_why_gone(journal)}")
 
 
 def _why_gone(journal: Journal) -> str:

@@ -13,6 +13,7 @@ import zlib
 
 import msgspec
 
+from schemas.trajectory import StateRef
 from services.sandbox.command import CommandResult, SandboxError
 
 _HEAD = struct.Struct("<II")
@@ -39,13 +40,19 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True, tag="ran"):
     result: CommandResult
 
 
+class Sealed(msgspec.Struct, frozen=True, kw_only=True, tag="sealed"):
+    """The terminal state is out under this reference; there is no other one."""
+
+    state: StateRef
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """The sandbox is no more; nothing will run under its id again."""
 
     reason: str
 
 
-Record = Opened | Ran | Ended
+Record = Opened | Ran | Sealed | Ended
 _DECODER = msgspec.msgpack.Decoder(Record)
 
 
@@ -65,7 +72,10 @@ class Journal:
         self.path = path
         self.opened: Opened | None = None
         self.ended: Ended | None = None
+        self.state_hash = ""  # as the last record left the sandbox
+        self.last_command = ""  # id of the last one that ran
         self._commands: dict[str, tuple[str, int, int]] = {}  # command id -> request digest, offset, length
+        self._sealed: tuple[int, int] | None = None  # offset, length
         self._end = 0
 
     @classmethod
@@ -95,12 +105,19 @@ class Journal:
             return None
         if found[0] != request:
             raise JournalError(f"command id {command_id!r} was used for another command; ids are never used twice")
-        with open(self.path, "rb") as file:
-            file.seek(found[1])
-            record = _DECODER.decode(file.read(found[2]))
+        record = self._read(found[1], found[2])
         if not isinstance(record, Ran):
             raise JournalError(f"{self.path}: the record at byte {found[1]} is no result")
         return record.result
+
+    def sealed_state(self) -> StateRef | None:
+        """The terminal state, if it is out."""
+        if self._sealed is None:
+            return None
+        record = self._read(*self._sealed)
+        if not isinstance(record, Sealed):
+            raise JournalError(f"{self.path}: the record at byte {self._sealed[0]} is no terminal state")
+        return record.state
 
     def append(self, record: Record) -> None:
         """Write and sync; when this returns the record survives a crash."""
@@ -123,12 +140,20 @@ class Journal:
 
     def _note(self, record: Record, start: int, length: int) -> None:
         if isinstance(record, Opened):
-            self.opened = record
+            self.opened, self.state_hash = record, record.state_hash
         elif isinstance(record, Ended):
             self.ended = record
+        elif isinstance(record, Sealed):
+            self._sealed = (start, length)
         else:
             self._commands[record.result.command_id] = (record.request, start, length)
+            self.last_command, self.state_hash = record.result.command_id, record.result.state_hash_after
         self._end = start + length
+
+    def _read(self, start: int, length: int) -> Record:
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            return _DECODER.decode(file.read(length))
 
     def _next(self, data: bytes) -> Record | None:
         if self._end + _HEAD.size > len(data):

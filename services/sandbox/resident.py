@@ -9,13 +9,14 @@ from typing import TypeVar
 
 import msgspec
 
+from schemas.trajectory import StateRef
 from services.sandbox.box import Box, state_limits
 from services.sandbox.cgroups import CgroupError
 from services.sandbox.classify import lane_of
 from services.sandbox.command import MAX_OUTPUT_BYTES, CommandRefused, CommandResult, Limits, Outcome, SandboxError, SetupFailed
 from services.sandbox.errands import Errands
 from services.sandbox.host import Host
-from services.sandbox.journal import Ended, Journal, JournalError, Opened, Ran, digest_of
+from services.sandbox.journal import Ended, Journal, JournalError, Opened, Ran, Sealed, digest_of
 from services.sandbox.lane_rules import Lane
 from services.sandbox.lanes import Lanes, Permit
 from services.sandbox.refusals import SandboxBusy, SandboxLost, SandboxSealed, SnapshotMismatch
@@ -34,6 +35,14 @@ class ResetResult(msgspec.Struct, frozen=True, kw_only=True):
     sandbox_id: str
     state_hash: str
     snapshot_id: str = ""  # the stored snapshot that it started from, if it did
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a sandbox stands between two commands."""
+
+    sandbox_id: str
+    state_hash: str
+    last_command: str  # id of the last one that ran; empty: none
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +117,23 @@ class Resident:
         self.sealed = True
         return await self._errands.finish(self._ordered(Lane.VERIFY, "export", self._box.pack), "export")
 
+    async def keep_sealed(self, state: StateRef) -> StateRef:
+        """Record the reference under which the terminal state went out; gives the one that was recorded first."""
+        return await self._errands.finish(self._keep_in_order(state), "keep sealed")
+
+    async def sealed_state(self) -> StateRef | None:
+        """The recorded reference to the terminal state."""
+        return await self._thread(self._journal.sealed_state)
+
+    async def standing(self) -> Standing:
+        """Where the sandbox stands once what was asked for before has ended. Raises `SandboxLost` if something else than its
+        commands has changed it.
+        """
+        if (sealed := await self.sealed_state()) is not None:
+            return self._standing(sealed.state_hash)
+        self._check_alive()
+        return await self._errands.finish(self._ordered(Lane.VERIFY, "look", self._look), "look")
+
     async def snapshot(self, environment: str) -> SnapshotManifest:
         self._check_alive()
         parent = self._snapshot_id
@@ -158,6 +184,8 @@ class Resident:
             result = self._box.run(
                 command_id, command, timeout_s=timeout_s, limits=fixed, cpus=permit.cpus, on_started=on_started
             )
+            if self.lost and result.outcome is Outcome.CANCELLED:
+                raise SandboxLost(self.lost)  # ended by us: what it did is no result of the command
             self._journal.append(Ran(request=request, result=result))
             return result
 
@@ -168,7 +196,7 @@ class Resident:
             except _NOTHING_RAN:
                 raise
             except (SandboxError, OSError) as error:  # it may have run without a record, so nothing may run here again
-                self.lost = f"command {command_id} ended without a record: {error}"
+                self.lost = self.lost or f"command {command_id} ended without a record: {error}"
                 raise SandboxLost(f"sandbox {self._box.sandbox_id}: {self.lost}") from error
 
     def _build(self, content: Content) -> str:
@@ -201,6 +229,26 @@ class Resident:
         self._journal.append(Ran(request=request, result=done))
         self._snapshot_id = snapshot_id
         return state_hash
+
+    def _look(self) -> Standing:
+        found, recorded = self._box.state_hash(), self._journal.state_hash
+        if found != recorded:
+            self.lost = f"its state is {found}, and its last command left {recorded}"
+            raise SandboxLost(f"sandbox {self._box.sandbox_id}: {self.lost}")
+        return self._standing(found)
+
+    def _standing(self, state_hash: str) -> Standing:
+        return Standing(sandbox_id=self._box.sandbox_id, state_hash=state_hash, last_command=self._journal.last_command)
+
+    async def _keep_in_order(self, state: StateRef) -> StateRef:
+        async with self._lock:
+            return await self._thread(lambda: self._keep_sealed(state))
+
+    def _keep_sealed(self, state: StateRef) -> StateRef:
+        kept = self._journal.sealed_state()
+        if kept is None:
+            self._journal.append(Sealed(state=state))
+        return kept or state
 
     async def _ordered(self, lane: Lane, label: str, work: Callable[[], T]) -> T:
         async with self._lock, self._lanes.permit(lane, f"{self._box.sandbox_id}/{label}") as permit:

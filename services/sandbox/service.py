@@ -15,12 +15,12 @@ import structlog
 
 from schemas.codec import CodecError, decode_any
 from schemas.message import Message
-from schemas.sandbox import Lane, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
+from schemas.sandbox import Lane, SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
+from schemas.trajectory import StateRef
 from services import state_refs
 from services.bus import Item
 from services.config import Config
 from services.config import Sandbox as SandboxSettings
-from services.consume import Retry, WorkConsumer
 from services.health import pause
 from services.runtime import ServiceContext
 from services.sandbox import lane_rules
@@ -31,9 +31,13 @@ from services.sandbox.host import HostConfig
 from services.sandbox.lane_rules import LaneSpec
 from services.sandbox.lanes import LaneBusy
 from services.sandbox.refusals import BadSandboxId, SandboxConflict, SandboxLost, SnapshotMismatch, UnknownSandbox
+from services.sandbox.state import PackedState
 from services.tracing import span
+from services.work import Retry, WorkConsumer
 
 log = structlog.get_logger()
+DRAIN_S = 15.0  # given to running commands before they are cut off and their sandboxes are lost
+_CUT_S = 5.0  # for those to end and to be answered
 _HOUSEKEEPING_S = 2.0
 _RETRY_S = 1.0
 _CLOSE_S = 30.0
@@ -41,11 +45,11 @@ _REFUSED = (CommandRefused, BadSandboxId, SandboxConflict, SnapshotMismatch)
 _LOST = (SandboxLost, UnknownSandbox)
 _TAKES: dict[Lane, tuple[type[Message], ...]] = {
     "reset": (SandboxReset,),
-    "command": (SandboxRun, SandboxSeal),
+    "command": (SandboxRun, SandboxSeal, SandboxAttach),
     "package": (SandboxRun,),
     "cleanup": (SandboxCleanup,),
 }
-Request = SandboxReset | SandboxRun | SandboxSeal | SandboxCleanup
+Request = SandboxReset | SandboxRun | SandboxSeal | SandboxAttach | SandboxCleanup
 
 
 async def serve(context: ServiceContext) -> None:
@@ -53,8 +57,10 @@ async def serve(context: ServiceContext) -> None:
 
     Consumes: `sbx.req.reset.any` and `sbx.req.<lane>.<executor>`, each lane with its own capacity. Produces:
     `sbx.out.<requester>`. Waits for: the executor, which bounds every command. On error: a typed status in the result; what the
-    executor has no room for now is handed back to the queue. A repeated command id gets the recorded result. On stop: no new
-    requests, running ones end, then every sandbox is removed; their owners' slots are retried elsewhere.
+    executor has no room for now is handed back to the queue. A repeated command id gets the recorded result, and a repeated
+    seal the recorded state, from this executor or from its successor of the same name. On stop: no new requests; running ones
+    get `DRAIN_S` to end and are answered `lost` if they do not; then every sandbox is removed. A successor answers `lost` for
+    them, and their slots begin anew.
     """
     executor = await Executor.start(executor_config(context.config, context.instance))
     service = SandboxService(context, executor)
@@ -65,6 +71,7 @@ async def serve(context: ServiceContext) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(service.clean_up_sealed(ended), name="cleanup")
             group.create_task(service.keep_house(ended), name="housekeeping")
+            group.create_task(service.limit_drain(ended), name="drain")
             context.ready()
             await service.work()
             ended.set()
@@ -129,7 +136,8 @@ class SandboxService:
         async with asyncio.TaskGroup() as group:
             for lane, capacity in capacities(self._context.config.sandbox).items():
                 template = "sbxany-{lane}" if lane == "reset" else "sbx-{x}-{lane}"
-                consumer = WorkConsumer(self._bus, template, x=name, lane=lane, capacity=capacity)
+                drain_s = DRAIN_S + _CUT_S
+                consumer = WorkConsumer(self._bus, template, x=name, lane=lane, capacity=capacity, drain_s=drain_s)
                 group.create_task(consumer.run(partial(self.handle, lane), self._context.stop), name=lane)
 
     async def handle(self, lane: Lane, item: Item) -> None:
@@ -160,6 +168,9 @@ class SandboxService:
                 return await self._run(lane, request, clock)
             if isinstance(request, SandboxSeal):
                 return await self._seal(lane, request, clock)
+            if isinstance(request, SandboxAttach):
+                found = await self._executor.standing(request.sandbox)
+                return self._result(lane, request, clock, state_hash=found.state_hash, last_command=found.last_command)
             await self._executor.cleanup(request.sandbox)
             return self._result(lane, request, clock)
         except SandboxError as error:
@@ -178,7 +189,7 @@ class SandboxService:
         return self._failed(lane, request, clock, "error", str(error))
 
     async def _reset(self, request: SandboxReset, clock: _Clock) -> SandboxResult:
-        made = await self._executor.reset(request.sandbox, request.files)
+        made = await self._executor.reset(request.sandbox, request.files, owner=request.owner)
         return self._result("reset", request, clock, state_hash=made.state_hash)
 
     async def _run(self, lane: Lane, request: SandboxRun, clock: _Clock) -> SandboxResult:
@@ -199,15 +210,17 @@ class SandboxService:
         )
 
     async def _seal(self, lane: Lane, request: SandboxSeal, clock: _Clock) -> SandboxResult:
-        packed = await self._executor.export(request.sandbox)
-        state = await state_refs.reference(
-            self._bus,
-            state_hash=packed.state_hash,
-            archive=packed.tar,
-            tar_digest=packed.tar_digest,
-            inline_bytes=self._context.config.rollout.inline_state_bytes,
-        )
-        return self._result(lane, request, clock, state_hash=packed.state_hash, state=state)
+        async def publish(packed: PackedState) -> StateRef:
+            return await state_refs.reference(
+                self._bus,
+                state_hash=packed.state_hash,
+                archive=packed.tar,
+                tar_digest=packed.tar_digest,
+                inline_bytes=self._context.config.rollout.inline_state_bytes,
+            )
+
+        state = await self._executor.seal(request.sandbox, publish)
+        return self._result(lane, request, clock, state_hash=state.state_hash, state=state)
 
     def _result(self, lane: Lane, request: Request, clock: _Clock, **fields: Any) -> SandboxResult:
         result = SandboxResult(
@@ -241,11 +254,19 @@ class SandboxService:
             except TimeoutError:
                 continue
             try:
-                await self._executor.cleanup(sandbox, "sealed")
-                self._health.count("sealed_and_removed")
+                removed = await self._executor.cleanup(sandbox, "sealed")
+                self._health.count("sealed_and_removed", int(removed.existed))
             except SandboxError as error:
                 self._health.count("cleanup_failed")
                 log.error("sealed sandbox not removed", sandbox=sandbox, error=str(error))
+
+    async def limit_drain(self, ended: asyncio.Event) -> None:
+        """Once the service stops, cut off the commands that do not end in time, so that each is answered."""
+        while not ended.is_set() and not await pause(self._context.stop, 1.0):
+            pass
+        if not await pause(ended, DRAIN_S):
+            log.warning("commands are cut off", running=sum(lane.running for lane in self._executor.status().lanes))
+            self._executor.halt()
 
     async def keep_house(self, ended: asyncio.Event) -> None:
         """Remove sandboxes whose owners are gone, and say how full the lanes are."""

@@ -11,8 +11,8 @@ import asyncio
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Mapping
-from typing import Literal, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,7 +20,7 @@ from schemas.task import GraderSpec, Task
 from schemas.termination import Termination, is_censored
 from services.sandbox import state
 from services.sandbox.cgroups import Cgroup
-from services.sandbox.command import Bind, CommandRefused, CommandResult, CommandSpec, Limits, Outcome
+from services.sandbox.command import Bind, CommandRefused, CommandResult, CommandSpec, Limits, Outcome, SandboxError
 from services.sandbox.cpus import plan_cpus
 from services.sandbox.errands import Errands
 from services.sandbox.host import Host, HostConfig, open_folder
@@ -35,6 +35,13 @@ from services.verifier.tamper import TamperPolicy, find_tampering
 T = TypeVar("T")
 Status = Literal["graded", "censored", "verifier_error", "tampered"]
 _DETAIL_CHARS = 600
+
+
+class GradingCut(SandboxError):
+    """The verifier stops and nothing was judged; another one judges the same episode."""
+
+    code = "grading_cut"
+    retry = True
 
 
 class TerminalState(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +92,8 @@ class Verifier:
         self._numbers = itertools.count()
         self._errands = Errands()
         self._groups: dict[int, Cgroup | None] = {}
+        self._graders: set[asyncio.Task[CommandResult]] = set()
+        self._halted = False
 
     @classmethod
     async def start(cls, config: VerifierConfig) -> Verifier:
@@ -109,7 +118,7 @@ class Verifier:
     ) -> GradeOutcome:
         """Judge one episode. `counts` (turns, tool calls …) go into the vector as they are.
 
-        Raises `LaneBusy` and `SetupFailed`: then nothing was judged and the same request may be made again.
+        Raises `LaneBusy`, `SetupFailed` and `GradingCut`: then nothing was judged and the same request may be made again.
         """
         if is_censored(termination):
             state_hash = terminal.state_hash if terminal else ""
@@ -137,6 +146,12 @@ class Verifier:
             except (CommandRefused, StateRefused) as error:
                 return GradeOutcome(status="verifier_error", state_hash=terminal.state_hash, detail=f"grader: {error}")
             return self._judge(result, terminal.state_hash, vector)
+
+    def halt(self) -> None:
+        """Start no grader any more and kill those that run. Idempotent."""
+        self._halted = True
+        for grader in self._graders:
+            grader.cancel()
 
     async def close(self) -> None:
         """Waits for the gradings that are under way. Idempotent."""
@@ -186,9 +201,21 @@ class Verifier:
             await self._thread(lambda: self._lay_out(folder, archive, grader, permit.slot, limits))
             if group is not None:
                 group.apply(limits, permit.cpus)
-            return await self._host.run(spec, group=group, on_started=permit.started)
+            return await self._until_halted(self._host.run(spec, group=group, on_started=permit.started))
         finally:
             await self._thread(lambda: self._host.drop_folder(folder))
+
+    async def _until_halted(self, grading: Coroutine[Any, Any, CommandResult]) -> CommandResult:
+        """Raises `GradingCut` when the verifier is halted, once the grader is gone."""
+        grader = asyncio.create_task(grading)
+        self._graders.add(grader)
+        if self._halted:
+            grader.cancel()
+        await asyncio.wait({grader})
+        self._graders.discard(grader)
+        if grader.cancelled():
+            raise GradingCut("the verifier stops")
+        return grader.result()
 
     def _group(self, slot: int) -> Cgroup | None:
         if slot not in self._groups:

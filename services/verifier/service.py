@@ -15,7 +15,6 @@ from schemas.trajectory import Episode, StateRef, Verdict
 from services import state_refs
 from services.bus import IntegrityError, Item, OnceConflict
 from services.config import Config
-from services.consume import Retry, WorkConsumer
 from services.health import pause
 from services.runtime import ServiceContext
 from services.sandbox.box import state_limits
@@ -23,11 +22,14 @@ from services.sandbox.command import Limits, SandboxError
 from services.sandbox.host import HostConfig
 from services.suites import resolve_suite
 from services.tracing import span
-from services.verifier.grading import GradeOutcome, TerminalState, Verifier, VerifierConfig
+from services.verifier.grading import GradeOutcome, GradingCut, TerminalState, Verifier, VerifierConfig
+from services.work import Refused, Retry, WorkConsumer
 
 log = structlog.get_logger()
 MAX_TROUBLES = 5  # times that grading one episode may fail on this host before it is an error of the verifier
 _RETRY_S = 2.0
+DRAIN_S = 15.0  # given to running gradings
+_CUT_S = 5.0  # for those that are cut off to be handed back
 _HOUSEKEEPING_S = 2.0
 _CLOSE_S = 30.0
 _GRADING_SLACK_S = 330.0  # the lane's longest wait and the sandbox's own start and end
@@ -38,18 +40,21 @@ async def serve(context: ServiceContext) -> None:
 
     Consumes: `episode.*.*`. Produces: `verdict.<group>.<slot>`, once. Waits for: the grader, which its own time-out bounds.
     On error: what is wrong with an episode's own data is a `verifier_error` verdict with the reason, never a reward; trouble of
-    this host hands the episode back, a bounded number of times. On stop: no new episodes, running gradings end.
+    this host hands the episode back, a bounded number of times. On stop: no new episodes; running gradings get `DRAIN_S` to
+    end, then they are cut off and their episodes handed back.
     """
     suite = resolve_suite(context.config.tasks.suite)
     verifier = await Verifier.start(verifier_config(context.config, context.instance))
     for line in verifier.isolation.missing:
         log.warning("not enforced on this machine", what=line)
     service = VerifierService(context, suite, verifier)
-    episodes = WorkConsumer(context.bus, "verifier", capacity=context.config.verifier.concurrency, drain_s=30.0)
+    capacity = context.config.verifier.concurrency
+    episodes = WorkConsumer(context.bus, "verifier", capacity=capacity, drain_s=DRAIN_S + _CUT_S)
     ended = asyncio.Event()
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(service.keep_house(ended), name="housekeeping")
+            group.create_task(service.limit_drain(ended), name="drain")
             context.ready()
             await episodes.run(service.handle, context.stop)
             ended.set()
@@ -84,10 +89,14 @@ class VerifierService:
 
     async def handle(self, item: Item) -> None:
         """Judge one episode and publish its verdict. Raises `Retry` on trouble that is not the episode's."""
+        if not item.subject.rpartition(".")[2].isdecimal():
+            raise Refused(f"{item.subject} names no slot")
         started_ns = time.time_ns()
         try:
             with span("grade", item.headers, subject=item.subject):
                 outcome = await self._outcome(item)
+        except GradingCut as error:
+            raise Retry(f"{item.subject}: {error}", delay_s=0.0) from error
         except (SandboxError, OSError, TimeoutError) as error:
             outcome = self._trouble(item.subject, error)
         self._troubles.pop(item.subject, None)
@@ -176,6 +185,14 @@ class VerifierService:
         self._health.count("successes", int(bool(outcome.success)))
         if outcome.status in ("verifier_error", "tampered"):
             log.warning(outcome.status, subject=item.subject, detail=outcome.detail)
+
+    async def limit_drain(self, ended: asyncio.Event) -> None:
+        """Once the service stops, bound the time that running gradings may take."""
+        while not ended.is_set() and not await pause(self._context.stop, 1.0):
+            pass
+        if not await pause(ended, DRAIN_S):
+            log.warning("gradings are cut off", running=self._verifier.status().running)
+            self._verifier.halt()
 
     async def keep_house(self, ended: asyncio.Event) -> None:
         """Say how busy the graders are."""

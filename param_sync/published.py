@@ -1,0 +1,159 @@
+"""The published chain: links and their objects, a verified copy of the newest weights, and what may be removed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import structlog
+
+from param_sync.chain import AnchorPolicy, Manifest, Need, Weights, anchor_due, plan_chain, plan_collection
+from param_sync.patch.codec import apply as apply_patch
+from param_sync.patch.codec import encode_anchor
+from param_sync.patch.errors import PatchError
+from param_sync.patch.snapshot import Snapshot
+from schemas.lineage import Lineage
+from schemas.policy import WeightsManifest
+from schemas.table import Stream
+from schemas.training import ObjectRef, StepCommit
+from services import blobs
+from services.base_weights import snapshot_of
+from services.bus import Bus, IntegrityError
+from services.config import Config
+from services.consume import read_all
+from services.ownership import Ownership
+
+log = structlog.get_logger()
+
+
+class Published:
+    """Everything that receivers can be led along. `line`: which versions training stands on; `newest`: the shadow copy."""
+
+    def __init__(self, bus: Bus, config: Config, ownership: Ownership) -> None:
+        self.line = Lineage()
+        self.newest: Snapshot
+        self._bus = bus
+        self._config = config
+        self._ownership = ownership
+        self._policy = AnchorPolicy(every_versions=config.param_sync.anchor_every, chain_ratio=float("inf"))
+        self._links: dict[str, WeightsManifest] = {}
+        self._manifests: list[Manifest] = []
+
+    async def restore(self) -> None:
+        """Fold what was published before; publish the anchor of version 0 if nothing was. Ends with a verified copy of the
+        newest weights on the line."""
+        for item in await read_all(self._bus, Stream.TRAIN, "train.step.*"):
+            self.line.add(item.decode(StepCommit))
+        stored = await blobs.names(self._bus)
+        manifests = await read_all(self._bus, Stream.POLICY, "policy.staged.*", "policy.anchor.*")
+        links = [item.decode(WeightsManifest) for item in manifests]
+        for link in links:
+            if all(reference.name in stored for reference in link.objects):  # else it was collected
+                self._add(link)
+        if not links:
+            self.newest = await asyncio.to_thread(snapshot_of, self._config.policy.model)
+            await self._publish_anchor(self.newest)
+            return
+        living = [link for link in links if self.line.on_line(link.incarnation, link.version)]
+        self.newest = await self._rebuild(max(Weights(link.incarnation, link.version, link.digest) for link in living))
+
+    async def stage(self, commit: StepCommit) -> None:
+        """Reproduce a step's weights and publish the link to them. The first of a new incarnation comes as an anchor.
+
+        Raises `PatchError` or `IntegrityError` when its objects do not lead to the weights that it announces.
+        """
+        held = self.newest
+        for reference in commit.patches:
+            data = await blobs.get(self._bus, reference)
+            held = await asyncio.to_thread(apply_patch, held, data)
+        if (held.version, held.incarnation, held.digest) != (commit.version, commit.incarnation, commit.digest):
+            raise PatchError(f"step {commit.step}: its patches do not give {commit.digest[:12]}, but {weights_of(held)}")
+        base = self.newest
+        if self.line.began_with(commit):
+            log.warning("a new incarnation begins", version=commit.version, incarnation=commit.incarnation, step=commit.step)
+            await self._publish(_link(self._bus.run, held, commit.patches, commit.step))
+        else:
+            await self._publish(_link(self._bus.run, held, commit.patches, commit.step, base))
+        self.newest = held
+
+    async def publish_due_anchor(self) -> bool:
+        """Publish a full snapshot of the newest weights when it is time for one; says whether it was."""
+        due = anchor_due(self._policy, self._manifests, weights_of(self.newest))
+        if due is None:
+            return False
+        log.info("anchor", version=self.newest.version, reason=due)
+        await self._publish_anchor(self.newest)
+        return True
+
+    async def collect(self, needs: Iterable[Need]) -> int:
+        """Remove the objects that no receiver needs, so that the store does not fill; gives the number of links."""
+        keep = self._config.param_sync.keep_anchors
+        if keep == 0:
+            return 0
+        useless = set(plan_collection(self._manifests, weights_of(self.newest), needs, keep_anchors=keep).drop)
+        self._manifests = [manifest for manifest in self._manifests if manifest.name not in useless]  # before any object goes
+        for name in sorted(useless):
+            for reference in self._links.pop(name).objects:
+                await self._ownership.confirm()
+                await blobs.remove(self._bus, reference.name)
+        if useless:
+            log.info("collected", links=len(useless), kept=len(self._manifests))
+        return len(useless)
+
+    def way(self, target: Weights, held: Weights | None) -> tuple[WeightsManifest, ...]:
+        """The links from `held`, or from nothing, to `target`. Raises `BrokenChain`."""
+        return tuple(self._links[manifest.name] for manifest in plan_chain(self._manifests, target, held))
+
+    async def _rebuild(self, target: Weights) -> Snapshot:
+        held: Snapshot | None = None
+        for link in self.way(target, None):
+            for reference in link.objects:
+                data = await blobs.get(self._bus, reference)
+                held = await asyncio.to_thread(apply_patch, held if link.form == "patch" else None, data)
+        if held is None or held.digest != target.digest:
+            raise IntegrityError(f"the published chain does not lead to {target}")
+        return held
+
+    async def _publish_anchor(self, snapshot: Snapshot) -> None:
+        encoded = await asyncio.to_thread(lambda: encode_anchor(snapshot).tobytes())
+        name = f"anchor-{snapshot.incarnation}-{snapshot.version}-{snapshot.digest[:16]}"
+        reference = await blobs.put(self._bus, name, encoded)
+        await self._publish(_link(self._bus.run, snapshot, (reference,), snapshot.version - 1))
+
+    async def _publish(self, link: WeightsManifest) -> None:
+        """A link, once for ever: a patch as the staged version that it leads to, an anchor beside it."""
+        await self._ownership.confirm()
+        spell = self._bus.subjects.anchor if link.form == "anchor" else self._bus.subjects.staged
+        await self._bus.publish_once(spell(link.version, link.incarnation), link)
+        self._add(link)
+
+    def _add(self, link: WeightsManifest) -> None:
+        name = f"{link.form}-{link.incarnation}-{link.version}"
+        if name in self._links:
+            return
+        self._links[name] = link
+        target = Weights(link.incarnation, link.version, link.digest)
+        base = None if link.form == "anchor" else Weights(link.incarnation, link.base_version, link.base_digest)
+        self._manifests.append(Manifest(target, base, name, sum(reference.size_bytes for reference in link.objects)))
+
+
+def weights_of(snapshot: Snapshot) -> Weights:
+    """A snapshot's full name."""
+    return Weights(snapshot.incarnation, snapshot.version, snapshot.digest)
+
+
+def _link(
+    run: str, target: Snapshot, objects: tuple[ObjectRef, ...], step: int, base: Snapshot | None = None
+) -> WeightsManifest:
+    """The link to `target` from `base`, or from nothing."""
+    return WeightsManifest(
+        run=run,
+        version=target.version,
+        incarnation=target.incarnation,
+        digest=target.digest,
+        form="anchor" if base is None else "patch",
+        base_version=-1 if base is None else base.version,
+        base_digest="" if base is None else base.digest,
+        objects=objects,
+        step=step,
+    )
