@@ -91,7 +91,7 @@ def _reading(role: Role, spec: StreamSpec, run: str) -> Iterator[str]:
     if role in spec.readers or any(subject.once and role in subject.publishers for subject in spec.subjects):
         yield f"{_API}STREAM.MSG.GET.{stream}"  # who writes a subject once must see what already stands there
     if role in spec.readers:
-        yield f"{_API}CONSUMER.CREATE.{stream}"  # in this form the server makes ephemeral consumers only
+        yield f"{_API}CONSUMER.CREATE.{stream}.*"  # the name in the body must be this one; the names of work consumers are denied
         yield f"{_API}CONSUMER.INFO.{stream}.*"
         yield f"{_API}CONSUMER.MSG.NEXT.{stream}.*"
 
@@ -105,6 +105,7 @@ def _working(consumer: ConsumerSpec, x: str, lane: str, run: str) -> Iterator[st
 
 def _touching(consumer: ConsumerSpec, x: str, lane: str, run: str) -> Iterator[str]:
     """Everything that could change or empty another role's consumer."""
+    yield f"{_API}CONSUMER.CREATE.{Subjects(run).stream(consumer.stream)}.{_name(consumer, x, lane)}"
     yield from _using(consumer, _name(consumer, x, lane), ">", run)
 
 

@@ -7,6 +7,7 @@ server whether what it has read still stands there; `services/continuity.py` say
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -183,8 +184,10 @@ class _Reader:
             raise LogRewound(Hole(self._stream, anchor, anchor, "truncated"))
 
     async def create(self) -> None:
-        """An ephemeral consumer from here on."""
+        """An ephemeral consumer from here on, under a name of ours: a permission can then tell it from a durable one."""
+        name = f"fold-{secrets.token_hex(8)}"
         config: dict[str, Any] = {
+            "name": name,
             "ack_policy": "none",
             "deliver_policy": "last_per_subject" if self._latest else "by_start_sequence",
             "inactive_threshold": 60_000_000_000,
@@ -197,7 +200,7 @@ class _Reader:
             config["filter_subjects"] = self._filters or [">"]
         if not self._latest:
             config["opt_start_seq"] = self._standing.at + 1
-        reply = await self._bus.request(f"CONSUMER.CREATE.{self.name}", {"stream_name": self.name, "config": config})
+        reply = await self._bus.request(f"CONSUMER.CREATE.{self.name}.{name}", {"stream_name": self.name, "config": config})
         self.consumer, self._pending = reply["name"], int(reply.get("num_pending", 0))
 
     def is_at_end(self) -> bool:

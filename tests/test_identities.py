@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from conftest import eventually
@@ -145,14 +146,19 @@ async def _let_the_server_write(bus: Bus, targets: list[str]) -> None:
     }
     for target in targets:
         await bus.client.publish(f"$JS.API.STREAM.MSG.GET.{turns}", json.dumps({"seq": seq}).encode(), reply=target)
-        made = await bus.request(f"CONSUMER.CREATE.{turns}", {"stream_name": turns, "config": everything})
+        made = await _fold(bus, turns, everything)
         pull = json.dumps({"batch": 1, "expires": 10**9}).encode()
         await bus.client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{turns}.{made['name']}", pull, reply=target)
-        pushed = {"stream_name": turns, "config": {**everything, "deliver_subject": target}}
-        await bus.request(f"CONSUMER.CREATE.{turns}", pushed)
+        await _fold(bus, turns, {**everything, "deliver_subject": target})
         await bus.client.publish(bus.subjects.turn(f"g{next(NUMBERS)}", 0, 0, 0), b"forged", reply=target)
     await bus.client.flush()
     await asyncio.sleep(1.5)  # a delivery that must not happen has no event to wait for
+
+
+async def _fold(bus: Bus, stream: str, config: dict[str, object]) -> dict[str, Any]:
+    """An ephemeral consumer, as a fold makes it."""
+    name = f"fold-{next(NUMBERS)}"
+    return await bus.request(f"CONSUMER.CREATE.{stream}.{name}", {"stream_name": stream, "config": {**config, "name": name}})
 
 
 async def test_the_server_writes_nowhere_on_a_roles_behalf(server: KeyedServer) -> None:
@@ -227,7 +233,7 @@ async def test_a_role_sees_the_streams_that_it_reads_or_writes_and_no_other(serv
             else:
                 await refused(bus, f"$JS.API.STREAM.INFO.{SUBJECTS.stream(stream)}")
             if stream not in readable_streams(role):
-                await refused(bus, f"$JS.API.CONSUMER.CREATE.{SUBJECTS.stream(stream)}")
+                await refused(bus, f"$JS.API.CONSUMER.CREATE.{SUBJECTS.stream(stream)}.fold-1")
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------
@@ -253,6 +259,7 @@ def test_nobody_reads_a_request_queue_but_through_a_consumer_of_his_own() -> Non
             allowed = permissions(identity, RUN, INSTANCES).publish
             name = SUBJECTS.stream(spec.stream)
             assert f"$JS.API.CONSUMER.CREATE.{name}" not in allowed
+            assert f"$JS.API.CONSUMER.CREATE.{name}.*" not in allowed
             assert f"$JS.API.STREAM.MSG.GET.{name}" not in allowed
             assert f"$JS.API.DIRECT.GET.{name}" not in allowed
 
@@ -303,11 +310,37 @@ async def test_a_role_cannot_touch_another_roles_consumers(server: KeyedServer, 
                 name = spec.name.format(x=x, lane=lane)
                 filtered = SUBJECTS.pattern(spec.filter.format(x=x, lane=lane))
                 await refused(bus, f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}")
+                await refused(bus, f"$JS.API.CONSUMER.CREATE.{stream}")
+                await refused(bus, f"$JS.API.CONSUMER.CREATE.{stream}.{name}")
                 await refused(bus, f"$JS.API.CONSUMER.CREATE.{stream}.{name}.{filtered}")
                 await refused(bus, f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.{name}")
                 await refused(bus, f"$JS.API.CONSUMER.DELETE.{stream}.{name}")
                 await refused(bus, f"$JS.ACK.{stream}.{name}.1.1.1.1.1")
                 await refused(bus, f"$JS.ACK._.hash.{stream}.{name}.1.1.1.1.1")
+
+
+@pytest.mark.parametrize(
+    "spec", [spec for spec in CONSUMERS if spec_of(spec.stream).retention == "limits"], ids=lambda s: s.name
+)
+async def test_a_reader_of_a_log_cannot_change_a_work_consumer_on_it(server: KeyedServer, spec: ConsumerSpec) -> None:
+    """A fold's own permission, with the name of somebody's durable consumer in the body, in all the ways that it can be put."""
+    stream = SUBJECTS.stream(spec.stream)
+    async with server.bus(spec.role) as owner:
+        await WorkConsumer(owner, spec.name, capacity=8).create()
+        before = await owner.request(f"CONSUMER.INFO.{stream}.{spec.name}", {})
+        for role in [role for role in spec_of(spec.stream).readers if role is not spec.role]:
+            async with server.bus(role) as bus:
+                for named_so in (
+                    {"name": spec.name},
+                    {"durable_name": spec.name},
+                    {"name": spec.name, "durable_name": spec.name},
+                ):
+                    for action in ("", "create", "update"):
+                        config = {**before["config"], "max_ack_pending": 1, "name": "fold-1", "durable_name": "", **named_so}
+                        body = {"stream_name": stream, "config": config, "action": action}
+                        await bus.api(f"CONSUMER.CREATE.{stream}.fold-1", body, 10.0)
+        after = await owner.request(f"CONSUMER.INFO.{stream}.{spec.name}", {})
+    assert (after["config"], after["created"]) == (before["config"], before["created"])
 
 
 async def test_only_a_rollouter_reads_its_answers(server: KeyedServer) -> None:
