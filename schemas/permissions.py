@@ -91,7 +91,7 @@ def _reading(role: Role, spec: StreamSpec, run: str) -> Iterator[str]:
     if role in spec.readers or any(subject.once and role in subject.publishers for subject in spec.subjects):
         yield f"{_API}STREAM.MSG.GET.{stream}"  # who writes a subject once must see what already stands there
     if role in spec.readers:
-        yield f"{_API}CONSUMER.CREATE.{stream}.*"  # the name in the body must be this one; the names of work consumers are denied
+        yield f"{_API}CONSUMER.CREATE.{stream}.*"  # its body must name the same; work consumers are denied below
         yield f"{_API}CONSUMER.INFO.{stream}.*"
         yield f"{_API}CONSUMER.MSG.NEXT.{stream}.*"
 
