@@ -38,6 +38,7 @@ DIGEST_HEADER = "Hr-Digest"
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _STREAM_FULL = (10077, 10047, 10023)
 _NO_MESSAGE = 10037
+_ANSWER_S = 5.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -315,7 +316,7 @@ class Bus:
         deadline = time.monotonic() + patience_s
         for attempt in range(10_000):
             try:
-                ack = await self.jetstream.publish(subject, data, timeout=5, headers=dict(carried))
+                ack = await self.jetstream.publish(subject, data, timeout=_ANSWER_S, headers=dict(carried))
                 if subject.startswith(self.subjects.prefix):
                     self.saw(self.stream_of(subject), ack.seq)
                 return ack.seq
@@ -323,8 +324,12 @@ class Bus:
                 if error.err_code not in _STREAM_FULL and error.code != 503:
                     raise
                 reason = f"the stream refuses: {error.description}"
-            except (nats.errors.TimeoutError, NoStreamResponseError, nats.errors.OutboundBufferLimitError) as error:
-                reason = repr(error)
+            except nats.errors.TimeoutError:
+                reason = f"the server does not answer within {_ANSWER_S:g} s, as when its disk is full; its log tells"
+            except NoStreamResponseError:
+                reason = "no server holds the stream now"
+            except nats.errors.OutboundBufferLimitError:
+                reason = "the server is away, and what may wait for it is waiting"
             except nats.errors.ConnectionClosedError as error:
                 raise BusError(f"{subject}: the connection is closed") from error
             if time.monotonic() > deadline:

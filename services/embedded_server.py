@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from schemas.permissions import IDENTITIES, Instances
@@ -18,6 +19,7 @@ from services.identity import make_keys, run_keys
 from services.nats_server import Cluster, accepts, binary, configuration, free_port
 from services.run_folder import RunFolder
 from services.server_accounts import account, accounts
+from services.store_watch import StoreWatch
 from services.supervisor import GaveUp, Supervisor
 
 SERVER = "nats-server"
@@ -37,10 +39,12 @@ class EmbeddedServers:
         self._say = say
         self.given_up: list[str] = []
         self._ports = [free_port() for _ in range(config.nats.nodes)]
+        self._monitors = [f"127.0.0.1:{free_port()}" for _ in self._ports]
         self._labels = [SERVER] if config.nats.nodes == 1 else [f"{SERVER}-{n}" for n in range(1, config.nats.nodes + 1)]
         home = (folder.path / "nats").resolve()
+        self._stores = [home / name for name in _stores(config.nats.nodes)]
         _check_store(config, home)
-        plans = _plans(config, folder, home, self._labels, self._ports)
+        plans = _plans(config, folder, home, self._labels, self._ports, self._monitors)
         self.supervisors = {plan.label: Supervisor([plan], say) for plan in plans}
         self.nats = config.nats.model_copy(
             update={
@@ -59,6 +63,7 @@ class EmbeddedServers:
         stop = asyncio.Event()
         tasks = [asyncio.create_task(self._keep(label, stop, on_lost), name=label) for label in self._labels]
         tasks.append(asyncio.create_task(self._note_readiness(stop), name="nats-server readiness"))
+        tasks += [asyncio.create_task(watch.run(stop), name="store") for watch in self._store_watches()]
         try:
             for label, port in zip(self._labels, self._ports, strict=True):
                 if not await accepts(port, _START_S):
@@ -71,6 +76,12 @@ class EmbeddedServers:
     def pid(self, label: str) -> int | None:
         """Process id of a server that runs now."""
         return self.supervisors[label].pid(label)
+
+    def _store_watches(self) -> list[StoreWatch]:
+        return [
+            StoreWatch(label, monitor, store, restart=partial(self.supervisors[label].restart, label), say=self._say)
+            for label, monitor, store in zip(self._labels, self._monitors, self._stores, strict=True)
+        ]
 
     async def _keep(self, label: str, stop: asyncio.Event, on_lost: Callable[[str], None]) -> None:
         try:
@@ -104,7 +115,9 @@ def store_limit(config: Config) -> int:
     return int(config.nats.store_bytes * _HEAD_ROOM) + 2**26
 
 
-def _plans(config: Config, folder: RunFolder, home: Path, labels: list[str], ports: list[int]) -> list[ChildSpec]:
+def _plans(
+    config: Config, folder: RunFolder, home: Path, labels: list[str], ports: list[int], monitors: list[str]
+) -> list[ChildSpec]:
     """One process per server. Each inherits the folder's lock: the store is in use for as long as one of them lives."""
     known = ""
     if config.nats.embedded_keys:
@@ -113,11 +126,12 @@ def _plans(config: Config, folder: RunFolder, home: Path, labels: list[str], por
     routes = [f"127.0.0.1:{free_port()}" for _ in labels]
     secret = secrets.token_hex(16)
     plans = []
-    for label, port, route, store in zip(labels, ports, routes, _stores(len(labels)), strict=True):
+    for label, port, monitor, route, store in zip(labels, ports, monitors, routes, _stores(len(labels)), strict=True):
         text = configuration(
             store=home / store,
             port=port,
             max_file_bytes=store_limit(config),
+            monitor=monitor,
             name="headrace" if len(labels) == 1 else label,
             cluster=Cluster(listen=route, routes=routes, secret=secret) if len(labels) > 1 else None,
             accounts=known,

@@ -15,9 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import structlog
+
 from services.config import Config, to_toml
 from services.sandbox.mounts import mounts_under
 
+log = structlog.get_logger()
 _SUBFOLDERS = ("logs", "trajectories", "quarantine", "checkpoints", "nats")
 _WAIT_FOR_DYING_S = 10.0
 
@@ -128,12 +131,14 @@ def url_file(folder: Path) -> Path:
 class MetricsFile:
     """`metrics.jsonl`: one JSON object per step and per evaluation point, each exactly once across restarts.
 
-    A step that a new incarnation of the trainer took again has a row of each; the last one is on the line.
+    A step that a new incarnation of the trainer took again has a row of each; the last one is on the line. Rows that the disk
+    has no room for are kept until it has; they come from the streams, so a run that ends before writes them the next time.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: set[tuple[str, int | str, int]] = set()
+        self._unwritten = ""
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = self._whole_lines()
         for line in whole.splitlines():
@@ -147,8 +152,16 @@ class MetricsFile:
         if _identity(row) in self._seen:
             return False
         self._seen.add(_identity(row))
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._unwritten += json.dumps(row) + "\n"
+        size = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(self._unwritten)
+            self._unwritten = ""
+        except OSError as error:
+            if self._path.exists():
+                os.truncate(self._path, size)  # no half of a row
+            log.warning("metrics not written yet", error=str(error), rows=self._unwritten.count("\n"))
         return True
 
     def _whole_lines(self) -> bytes:

@@ -52,7 +52,7 @@ class Samples:
                     await self._of_step(message)
                 else:
                     await self._of_quarantine(message)
-            except (BusError, IntegrityError, CodecError) as error:
+            except (BusError, IntegrityError, CodecError, OSError) as error:
                 log.warning("no sample", of=type(message).__name__, error=str(error))
 
     async def _of_step(self, commit: StepCommit) -> None:
