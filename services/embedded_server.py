@@ -20,7 +20,7 @@ from services.nats_server import Cluster, accepts, binary, configuration, free_p
 from services.run_folder import RunFolder
 from services.server_accounts import account, accounts
 from services.store_watch import StoreWatch
-from services.supervisor import GaveUp, Supervisor
+from services.supervisor import GaveUp, Limits, Supervisor
 
 SERVER = "nats-server"
 _START_S = 30.0
@@ -34,7 +34,7 @@ class EmbeddedServers:
     Raises `ConfigError` when the folder's store was made by another kind of server.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None], limits: Limits | None = None) -> None:
         self._folder = folder
         self._say = say
         self.given_up: list[str] = []
@@ -45,7 +45,7 @@ class EmbeddedServers:
         self._stores = [home / name for name in _stores(config.nats.nodes)]
         _check_store(config, home)
         plans = _plans(config, folder, home, self._labels, self._ports, self._monitors)
-        self.supervisors = {plan.label: Supervisor([plan], say) for plan in plans}
+        self.supervisors = {plan.label: Supervisor([plan], say, limits) for plan in plans}
         self.nats = config.nats.model_copy(
             update={
                 **dict.fromkeys(("nkey_seed_file", "admin_seed_file", "tls_ca_file"), ""),

@@ -33,7 +33,7 @@ from services.runtime import EXIT_BUS_LOST, EXIT_CLEAN, EXIT_FAILED, EXIT_HARD, 
 from services.samples import Samples
 from services.suites import resolve_suite
 from services.summary import summary
-from services.supervisor import GaveUp, Supervisor
+from services.supervisor import GaveUp, Limits, Supervisor
 from services.tally import Tally
 
 log = structlog.get_logger()
@@ -54,8 +54,16 @@ async def up(config: Config, *, fresh: bool) -> int:
     return (await run_stack(config, fresh=fresh, say=printer())).code
 
 
-async def run_stack(config: Config, *, fresh: bool, say: Callable[[str], None], plan: Plan = service_plan) -> Outcome:
-    """The whole local run: lock, server, services, progress, drain, summary. `plan` says which processes the services are.
+async def run_stack(
+    config: Config,
+    *,
+    fresh: bool,
+    say: Callable[[str], None],
+    plan: Plan = service_plan,
+    limits: Limits | None = None,
+) -> Outcome:
+    """The whole local run: lock, server, services, progress, drain, summary. `plan` says which processes the services are,
+    `limits` how patient their supervisors are.
 
     Raises `ConfigError`, `RunFolderError`, `ServerError` or `BusError` for what the user can mend.
     """
@@ -69,14 +77,17 @@ async def run_stack(config: Config, *, fresh: bool, say: Callable[[str], None], 
         start_logging("supervisor", "0", config.telemetry.log_level, file)
         if folder.moved_to is not None:
             say(f"the older run folder is now {folder.moved_to}")
-        return await _Stack(config, folder, say, plan).run()
+        return await _Stack(config, folder, say, plan, limits).run()
 
 
 class _Stack:
     """One local run in a locked folder."""
 
-    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None], plan: Plan) -> None:
+    def __init__(
+        self, config: Config, folder: RunFolder, say: Callable[[str], None], plan: Plan, limits: Limits | None
+    ) -> None:
         self._plan = plan
+        self._limits = limits
         self._config = config
         self._folder = folder
         self._say = say
@@ -93,7 +104,7 @@ class _Stack:
             return await self._with_embedded_server()
 
     async def _with_embedded_server(self) -> Outcome:
-        servers = EmbeddedServers(self._config, self._folder, self._say)
+        servers = EmbeddedServers(self._config, self._folder, self._say, self._limits)
         self._supervisors += servers.supervisors.values()
         async with servers.running(self._on_lost):
             self._folder.note_url(servers.nats.url)
@@ -140,7 +151,7 @@ class _Stack:
     async def _run_services(self, config: Config, bus: Bus, progress: Progress) -> int:
         """Services from start to drained; gives the exit code."""
         lifeline, keep_open = os.pipe()
-        services = Supervisor(self._plan(config, self._folder, config.nats.url, lifeline), self._say)
+        services = Supervisor(self._plan(config, self._folder, config.nats.url, lifeline), self._say, self._limits)
         self._supervisors.append(services)
         done = len(progress.tally.steps)
         self._say(

@@ -24,6 +24,7 @@ from services.embedded_server import EmbeddedServers
 from services.provision_run import provision_run
 from services.run_folder import RunFolder
 from services.runtime import connect
+from services.supervisor import Limits
 from services.work import WorkConsumer
 from tests.standin_run import lease
 
@@ -107,7 +108,7 @@ async def cluster(folder: Path) -> AsyncIterator[ClusterOfThree]:
     )
     lost: list[str] = []
     with RunFolder(base) as run_folder:
-        servers = EmbeddedServers(base, run_folder, print)
+        servers = EmbeddedServers(base, run_folder, print, Limits(first_backoff_s=0.1, last_backoff_s=0.5))
         async with servers.running(lost.append):
             config = base.model_copy(update={"nats": servers.nats})
             await provision_run(config)

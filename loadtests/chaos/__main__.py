@@ -24,6 +24,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/chaos"), help="the run folder is made below it")
     parser.add_argument("--every", type=float, default=3.5, metavar="S", help="least seconds between two faults")
     parser.add_argument("--at-once", type=int, default=3, metavar="N", help="most new faults at work at a time")
+    parser.add_argument(
+        "--least", type=int, default=0, metavar="N", help="so many shall strike; alone, unless they fall behind"
+    )
     parser.add_argument("--most", type=int, default=10**9, metavar="N", help="stop after so many faults")
     parser.add_argument("--kinds", nargs="+", choices=get_args(Kind), metavar="KIND", help=f"only these of: {', '.join(KINDS)}")
     parser.add_argument(
@@ -31,6 +34,7 @@ def main() -> int:
     )
     parser.add_argument("--faketime", type=Path, metavar="LIBRARY", help="libfaketimeMT.so.1, for clocks that jump")
     parser.add_argument("--disk-mib", type=int, default=0, metavar="N", help="store on a file system of this size, to fill it")
+    parser.add_argument("--no-keys", action="store_true", help="a server that asks nobody for a key")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="further settings of the run")
     options = parser.parse_args()
     kinds = {cast(Kind, kind): KINDS[cast(Kind, kind)] for kind in options.kinds} if options.kinds else None
@@ -40,10 +44,11 @@ def main() -> int:
         folder=options.folder.resolve(),
         every_s=options.every,
         at_once=options.at_once,
+        least=options.least,
         most=options.most,
         kinds=kinds,
         avoid=tuple(options.avoid),
-        settings=tuple(options.set),
+        settings=(*(["nats.embedded_keys=false"] if options.no_keys else []), *options.set),
         faketime=options.faketime,
         disk_bytes=options.disk_mib * 2**20,
     )

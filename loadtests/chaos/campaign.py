@@ -15,39 +15,47 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.chaos import leftovers
-from loadtests.chaos.checks import Findings, audit
+from loadtests.chaos.audit_run import headrace_audit
+from loadtests.chaos.checks import Findings, check_run
 from loadtests.chaos.clocks import LABELS, Clocks
 from loadtests.chaos.damage import checkpoints
 from loadtests.chaos.disk import SmallDisk
 from loadtests.chaos.inject import Injector, Record
 from loadtests.chaos.local_run import LocalRun, RunFailed
 from loadtests.chaos.observer import Observer, watch_checkpoints
+from loadtests.chaos.points import OWNED, SERVER
 from loadtests.chaos.processes import TOKEN
 from loadtests.chaos.proxy import Proxy
+from loadtests.chaos.report import hits
 from loadtests.chaos.schedule import Fault, Ground, Kind, faults
 from loadtests.chaos.settings import FLOWING, ROOT, overrides
+from loadtests.chaos.startup import StartTimes
 from loadtests.chaos.store import reopened
 from services.nats_server import free_port
 
 _AHEAD = 16  # faults that are looked at for one whose services all work just now
 _LOOK_S = 0.05
 _NEW_S = 15.0  # a fault that takes longer to get over does not keep others from striking elsewhere
+_OVERTIME = 0.25  # of the time that was given, if not enough faults have struck by then
 _FIRST_STEPS = 2
 _LAST_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """`every_s`: least time between two faults; `at_once`: most faults of the last 15 s that are still at work."""
+    """`every_s`: least time between two faults; `at_once`: most faults of the last 15 s that are still at work. With `least`,
+    the number that shall have struck by the end, a fault has the run for itself unless they have fallen behind.
+    """
 
     seed: int
     minutes: float
     folder: Path
     every_s: float = 3.5
     at_once: int = 3
+    least: int = 0
     most: int = 10**9
-    doubles: tuple[str, ...] = ("rollouter",)
-    proxied: tuple[str, ...] = ("rollouter-1", "verifier-0", "admission-0", "trainer-0", "param_sync-0")
+    doubles: tuple[str, ...] = ("rollouter", *OWNED)
+    proxied: tuple[str, ...] = ("rollouter-1", "verifier-0", *(f"{role}-{n}" for role in OWNED for n in (0, 1)))
     kinds: dict[Kind, int] | None = None
     avoid: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
@@ -62,6 +70,7 @@ async def carry_out(campaign: Campaign, say: Callable[[str], None]) -> dict[str,
     options += [part for label, proxy in proxies.items() for part in ("--proxy", f"{label}={proxy.port}")]
     clocks = Clocks(campaign.faketime, campaign.folder / "clocks") if campaign.faketime else None
     options += clocks.options() if clocks else []
+    starts: dict[str, float] = {}
     settings = overrides(FLOWING, "chaos", campaign.folder, f"run.seed={campaign.seed}", *campaign.settings)
     run = LocalRun(settings, *options)
     _moved_aside(run.folder)
@@ -72,7 +81,7 @@ async def carry_out(campaign: Campaign, say: Callable[[str], None]) -> dict[str,
     for proxy in proxies.values():
         await proxy.start()
     try:
-        steps = await _disturbed(campaign, injector, say) + _LAST_STEPS
+        steps = await _disturbed(campaign, injector, starts, say) + _LAST_STEPS
         say(f"{injector.injected} faults struck; on to step {steps - 1} undisturbed")
         problems += await _finished(injector, steps)
         left = await leftovers.settled(run)
@@ -84,21 +93,26 @@ async def carry_out(campaign: Campaign, say: Callable[[str], None]) -> dict[str,
         for proxy in proxies.values():
             await proxy.stop()
     try:
+        audited = await asyncio.to_thread(headrace_audit, run.folder)
         findings = await _checked(run, steps)
         retrained = await asyncio.to_thread(retrained_by_itself, run)
     finally:
         if disk is not None:
             disk.remove()
-    problems += findings.violations + left + _unrecovered(injector.records)
+    problems += audited.problems(injector.torn) + findings.violations + left + _unrecovered(injector.records)
     if retrained["different"]:
         problems.append(str(retrained["different"]))
+    records = [record.as_dict() | {"whole_s": injector.whole_s.get(record.fault)} for record in injector.records]
     return {
         "seed": campaign.seed,
         "minutes": campaign.minutes,
         "cores": os.cpu_count(),
         "injected": injector.injected,
         "missed": len(injector.missed),
-        "records": [record.as_dict() | {"whole_s": injector.whole_s.get(record.fault)} for record in injector.records],
+        "start_s": starts,
+        "hits": hits(records, injector.pairs),
+        "records": records,
+        "audit": asdict(audited),
         "findings": asdict(findings),
         "retrained": retrained,
         "problems": problems,
@@ -111,16 +125,20 @@ def _moved_aside(folder: Path) -> None:
         folder.rename(folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
-async def _disturbed(campaign: Campaign, injector: Injector, say: Callable[[str], None]) -> int:
-    """The endless part, until it is stopped in order; gives the number of committed steps."""
+async def _disturbed(campaign: Campaign, injector: Injector, starts: dict[str, float], say: Callable[[str], None]) -> int:
+    """The endless part, until it is stopped in order; gives the number of committed steps. `starts` gets the start-up times."""
     run, observer, stop = injector.run, injector.observer, asyncio.Event()
     run.start("run.max_steps=0")
-    await observer.connect(await injector.server())
+    start_times = StartTimes(run, observer)
+    await injector.watch()
     watching = asyncio.create_task(
         watch_checkpoints(observer, lambda: {path.name for path in checkpoints(run.folder)}, stop), name="checkpoints"
     )
     try:
         await _steps_reach(injector, _FIRST_STEPS, 180.0)
+        await start_times.of([label for label in run.labels() if label != SERVER], 90.0)
+        starts |= start_times.end()
+        say("first start, seconds until ready: " + ", ".join(f"{label} {s:.1f}" for label, s in sorted(starts.items())))
         injector.begin()
         ground = Ground(
             labels=run.labels(),
@@ -143,18 +161,28 @@ async def _disturbed(campaign: Campaign, injector: Injector, say: Callable[[str]
 
 async def _strike(campaign: Campaign, injector: Injector, plan: Iterator[Fault], say: Callable[[str], None]) -> None:
     """Faults in the plan's order, but for those whose services have not recovered yet: they wait their turn."""
-    end, next_s, count = time.monotonic() + campaign.minutes * 60, time.monotonic(), 0
+    begun_s, whole_s, next_s, count = time.monotonic(), campaign.minutes * 60, 0.0, 0
+
+    def wanted() -> float:
+        """Faults that should have struck by now."""
+        return campaign.least * min(1.0, (time.monotonic() - begun_s) / whole_s)
+
+    def over() -> bool:
+        late_s = time.monotonic() - begun_s - whole_s
+        return count >= campaign.most or late_s > (_OVERTIME * whole_s if injector.injected < campaign.least else 0.0)
+
     busy: dict[asyncio.Task[list[Record]], tuple[Fault, float]] = {}
     ahead: deque[Fault] = deque()
     async with asyncio.TaskGroup() as group:
-        while time.monotonic() < end and count < campaign.most:
+        while not over():
             busy = {task: begun for task, begun in busy.items() if not task.done()}
             while len(ahead) < _AHEAD:
                 ahead.append(next(plan))
             hit = frozenset[str]().union(*(fault.services() for fault, _ in busy.values()))
             new = sum(time.monotonic() - at_s < _NEW_S for _, at_s in busy.values())
             fault = next((fault for fault in ahead if not fault.services() & hit), None)
-            if fault is None or new >= campaign.at_once or time.monotonic() < next_s:
+            at_once = campaign.at_once if injector.injected + new <= wanted() or not campaign.least else 1
+            if fault is None or new >= at_once or time.monotonic() < next_s:
                 await asyncio.sleep(_LOOK_S)
                 continue
             ahead.remove(fault)
@@ -193,7 +221,7 @@ async def _steps_reach(injector: Injector, steps: int, within_s: float) -> None:
 
 async def _checked(run: LocalRun, steps: int) -> Findings:
     async with reopened(run.folder) as (bus, config):
-        findings = await audit(bus, config, run.folder, at_least_steps=steps)
+        findings = await check_run(bus, config, at_least_steps=steps)
         findings.violations += await leftovers.consumers(bus, config)
     return findings
 

@@ -1,4 +1,9 @@
-"""What must be true of a run however it was disturbed, read from its streams and its checkpoints alone."""
+"""What must be true of a run however it was disturbed, read from its streams alone.
+
+`headrace audit` (which `loadtests/chaos/audit_run.py` runs) looks at conservation, the ledger, checkpoints, versions, lag,
+siblings and holes. Here is what it does not look at, and one thing again by other means: the line of committed steps, without
+the product's own fold.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TypeVar
 
 from admission.conservation import account
@@ -17,14 +21,13 @@ from schemas.group import ReadyGroup
 from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, QuarantineEntry
 from schemas.message import Message
-from schemas.policy import WeightsManifest
+from schemas.policy import EngineState, WeightsManifest
 from schemas.table import STREAMS, Stream
 from schemas.training import StepCommit
 from schemas.trajectory import Episode, TurnRecord
 from services.bus import Bus, IntegrityError, Item
 from services.config import Config
 from services.consume import read_all
-from trainer.checkpoint import Checkpoint, verify
 
 M = TypeVar("M", bound=Message)
 _KEPT = tuple(spec.stream for spec in STREAMS if spec.retention == "limits" and spec.discard == "new")
@@ -32,16 +35,17 @@ _KEPT = tuple(spec.stream for spec in STREAMS if spec.retention == "limits" and 
 
 @dataclass
 class Findings:
-    """`violations` is empty for a run that kept its promises."""
+    """`violations` is empty for a run that kept its promises. `steps` counts those on the line."""
 
     steps: int = 0
+    incarnations: int = 0  # of the trainer, after the first
     account: str = ""
     items: int = 0
     final_digest: str = ""
     violations: list[str] = field(default_factory=list)
 
 
-async def audit(bus: Bus, config: Config, folder: Path, *, at_least_steps: int) -> Findings:
+async def check_run(bus: Bus, config: Config, *, at_least_steps: int) -> Findings:
     """Every check. A stream that cannot be read whole is a violation that names the damage, and ends the checks."""
     found = Findings()
     streams: dict[Stream, list[Item]] = {}
@@ -52,57 +56,69 @@ async def audit(bus: Bus, config: Config, folder: Path, *, at_least_steps: int) 
             found.violations.append(f"{stream} cannot be read whole: {error}")
             return found
         found.items += len(streams[stream])
-        found.violations += _holes(stream, streams[stream]) + _repeated(stream, streams[stream])
-    leases = _of(streams[Stream.TASKS], GroupLease)
+        found.violations += _repeated(stream, streams[stream])
     ledger = [(item.seq, _entry(item)) for item in streams[Stream.LEDGER]]
-    entries = [entry for _, entry in ledger]
-    steps = _of(streams[Stream.TRAIN], StepCommit)
-    total = account(leases, entries)
-    found.steps, found.account = len(steps), total.line()
-    found.final_digest = steps[-1].digest if steps else ""
-    found.violations += total.violations if not total.holds else ()
-    found.violations += check_steps(steps, [entry for entry in entries if isinstance(entry, BatchEntry)], at_least_steps)
-    found.violations += check_ready(streams[Stream.READY], streams[Stream.EPISODES])
-    found.violations += check_published(steps, _of(streams[Stream.POLICY], WeightsManifest))
+    commits = _of(streams[Stream.TRAIN], StepCommit)
+    manifests = _of(streams[Stream.POLICY], WeightsManifest)
+    line = line_of(commits)
+    found.steps, found.incarnations = len(line), max((commit.incarnation for commit in commits), default=0)
+    found.account = account(_of(streams[Stream.TASKS], GroupLease), [entry for _, entry in ledger]).line()
+    found.final_digest = line[-1].digest if line else ""
+    found.violations += check_line(line, at_least_steps)
+    found.violations += check_made(commits, manifests)
+    found.violations += check_served(_of(streams[Stream.POLICY], EngineState), manifests)
     found.violations += check_rows(streams[Stream.EPISODES], streams[Stream.TURNS])
-    found.violations += check_checkpoints(folder, steps)
     found.violations += check_replay(streams, ledger, config)
     return found
 
 
-def check_steps(steps: Sequence[StepCommit], batches: Sequence[BatchEntry], at_least: int) -> list[str]:
-    """Steps are the ledger's batches, in order, without a gap; no group is in two of them; each starts from the one before."""
+def line_of(commits: Iterable[StepCommit]) -> list[StepCommit]:
+    """The commits that training stands on, in order: a new incarnation cuts off what the others had from its first step on, and
+    what an older one says later counts for nothing.
+    """
+    line: list[StepCommit] = []
+    incarnation = 0
+    for commit in commits:
+        if commit.incarnation > incarnation:
+            incarnation = commit.incarnation
+            line = [before for before in line if before.step < commit.step]
+        if commit.incarnation == incarnation:
+            line.append(commit)
+    return line
+
+
+def check_line(line: Sequence[StepCommit], at_least: int) -> list[str]:
+    """Steps are in order and without a gap; no group is in two of them; each starts from the one before."""
     wrong = []
-    if [step.step for step in steps] != list(range(len(steps))):
-        wrong.append(f"steps are not in order and without a gap: {[step.step for step in steps]}")
-    if len(steps) < at_least:
-        wrong.append(f"{len(steps)} steps are committed, {at_least} were wanted")
-    planned = {batch.step: tuple(member.group for member in batch.groups) for batch in batches}
-    for step in steps:
-        if planned.get(step.step) != step.groups:
-            wrong.append(f"step {step.step} trained on {step.groups}, the ledger gave it {planned.get(step.step)}")
-    twice = [group for group, count in Counter(group for step in steps for group in step.groups).items() if count > 1]
+    if [step.step for step in line] != list(range(len(line))):
+        wrong.append(f"steps are not in order and without a gap: {[step.step for step in line]}")
+    if len(line) < at_least:
+        wrong.append(f"{len(line)} steps are committed, {at_least} were wanted")
+    twice = [group for group, count in Counter(group for step in line for group in step.groups).items() if count > 1]
     wrong += [f"{group} is in more than one committed step" for group in twice]
-    for before, after in pairwise(steps):
-        if after.incarnation == before.incarnation and after.base_digest != before.digest:
-            wrong.append(
-                f"step {after.step} starts from {after.base_digest[:12]}, step {before.step} ended at {before.digest[:12]}"
-            )
-    return wrong
+    return wrong + [
+        f"step {after.step} starts from {after.base_digest[:12]}, step {before.step} ended at {before.digest[:12]}"
+        for before, after in pairwise(line)
+        if after.base_digest != before.digest
+    ]
 
 
-def check_ready(ready: Iterable[Item], episodes: Iterable[Item]) -> list[str]:
-    """A ready group names exactly the episodes and verdicts that are stored."""
-    stored = {item.seq: item for item in episodes}
-    wrong = []
-    for item in ready:
-        group = item.decode(ReadyGroup)
-        for sibling in group.siblings:
-            named = ((sibling.episode_seq, sibling.episode_digest), (sibling.verdict_seq, sibling.verdict_digest))
-            for seq, digest in named:
-                if seq and (seq not in stored or stored[seq].digest != digest):
-                    wrong.append(f"{group.group}/{sibling.slot} names {digest[:12]} at {seq}, which is not what stands there")
-    return wrong
+def check_made(commits: Sequence[StepCommit], manifests: Sequence[WeightsManifest]) -> list[str]:
+    """Whatever is published was made by a step, of whatever incarnation; version 0 alone is nobody's."""
+    made = {(commit.incarnation, commit.version) for commit in commits} | {(0, 0)}
+    published = {(manifest.incarnation, manifest.version) for manifest in manifests}
+    return [f"version {version} of incarnation {i} is published, no step made it" for i, version in sorted(published - made)]
+
+
+def check_served(states: Iterable[EngineState], manifests: Iterable[WeightsManifest]) -> list[str]:
+    """No engine ever said that it serves a version under another digest than it was published with."""
+    digests = {(manifest.incarnation, manifest.version): manifest.digest for manifest in manifests}
+    serving = {(s.engine, s.incarnation, s.version, s.digest) for s in states if s.phase == "serving" and s.version >= 0}
+    return [
+        f"engine {engine} served {digest[:12]} as version {version} of incarnation {incarnation}"
+        for engine, incarnation, version, digest in sorted(serving)
+        if digests.get((incarnation, version)) != digest
+    ]
 
 
 def check_rows(episodes: Iterable[Item], turns: Iterable[Item]) -> list[str]:
@@ -128,55 +144,12 @@ def check_rows(episodes: Iterable[Item], turns: Iterable[Item]) -> list[str]:
     return wrong
 
 
-def check_published(steps: Sequence[StepCommit], manifests: Sequence[WeightsManifest]) -> list[str]:
-    """One digest for each version, whoever names it, and a step for each but the first."""
-    digests: dict[tuple[int, int], set[str]] = {}
-    for step in steps:
-        digests.setdefault((step.incarnation, step.version), set()).add(step.digest)
-    for manifest in manifests:
-        digests.setdefault((manifest.incarnation, manifest.version), set()).add(manifest.digest)
-    made = {(step.incarnation, step.version) for step in steps} | {(0, 0)}
-    wrong = [f"version {version} is published, no step made it" for _, version in sorted(digests.keys() - made)]
-    return wrong + [
-        f"version {version} stands for {sorted(found)}" for (_, version), found in digests.items() if len(found) > 1
-    ]
-
-
-def check_checkpoints(folder: Path, steps: Sequence[StepCommit]) -> list[str]:
-    """Every intact checkpoint holds the weights of its step and the names of all groups that are in them, in order."""
-    wrong = []
-    for path in sorted((folder / "checkpoints").glob("step-*")):
-        checked = verify(path)
-        if not isinstance(checked, Checkpoint):
-            continue  # torn by a fault, named and passed over; a later one replaces it
-        record = checked.commit
-        done = [step for step in steps if step.step <= record.step]
-        consumed = tuple(group for step in done for group in step.groups)
-        if record.consumed_group_ids != consumed:
-            wrong.append(
-                f"{path.name} names {len(record.consumed_group_ids)} consumed groups, its weights hold {len(consumed)}"
-            )
-        if done and record.step == done[-1].step and record.digest != done[-1].digest:
-            wrong.append(f"{path.name} holds {record.digest[:12]}, its step was announced as {done[-1].digest[:12]}")
-    return wrong
-
-
 def check_replay(streams: dict[Stream, list[Item]], ledger: Sequence[tuple[int, LedgerEntry]], config: Config) -> list[str]:
     """The recorded decisions come out of the recorded streams again."""
     ready = [(item.seq, item.decode(ReadyGroup)) for item in streams[Stream.READY]]
     train = [(item.seq, decode_any(item.data)) for item in streams[Stream.TRAIN]]
     difference = replay(ready, train, ledger, gate_settings(config))
     return [] if difference is None else [f"ledger entry {difference.seq} does not come out again: {difference.why}"]
-
-
-def _holes(stream: Stream, items: Sequence[Item]) -> list[str]:
-    """Nothing of these streams is ever removed, so their sequences begin at 1 and have no gap."""
-    expected, wrong = 1, []
-    for item in items:
-        if item.seq != expected:
-            wrong.append(f"{stream}: sequences {expected} to {item.seq - 1} are missing")
-        expected = item.seq + 1
-    return wrong
 
 
 def _repeated(stream: Stream, items: Sequence[Item]) -> list[str]:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 JUMPS_S = (-7200, -90, 90, 7200)
-# Services whose work carries wall-clock times to nobody; the others' requests would only expire, and be issued again.
-LABELS = ("sampler-0", "verifier-0", "bank-0", "admission-0")
+# A rollouter puts wall-clock deadlines into its requests, and an engine holds its own clock against them: theirs only expire,
+# and are issued again. The others' work carries wall-clock times to nobody.
+LABELS = ("sampler-0", "verifier-0", "bank-0", "admission-0", "rollouter-0", "engine-e0")
 _CACHE_S = 1
 
 

@@ -12,17 +12,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "checkpoints").glob("step-*") if path.is_dir())
 
 
-def tear_newest_checkpoint(folder: Path) -> str:
-    """Cut the largest file of the newest checkpoint in half; says what was cut, or an empty string when there is none."""
+def tear_newest_checkpoint(folder: Path) -> tuple[str, str]:
+    """Cut the largest file of the newest checkpoint in half; gives its name and what was cut, empty if there is none."""
     found = checkpoints(folder)
     if not found:
-        return ""
+        return "", ""
     files = [path for path in found[-1].rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     size = largest.stat().st_size
     with largest.open("r+b") as file:
         file.truncate(size // 2)
-    return f"{largest.relative_to(folder)} cut from {size} to {size // 2} bytes"
+    return found[-1].name, f"{largest.relative_to(folder)} cut from {size} to {size // 2} bytes"
 
 
 def blocks(folder: Path, run: str, stream: Stream | None) -> list[Path]:

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from loadtests.chaos.clocks import Clocks
+from loadtests.chaos.corrupt import spoil_a_patch
 from loadtests.chaos.damage import tear_newest_checkpoint
 from loadtests.chaos.disk import SmallDisk
 from loadtests.chaos.local_run import LocalRun
 from loadtests.chaos.observer import Event, Observer
+from loadtests.chaos.points import OWNER_NAME, owner_label
 from loadtests.chaos.proxy import Proxy
 from loadtests.chaos.recovery import Recovery, Watched
 from loadtests.chaos.schedule import Fault, service_of
@@ -37,12 +39,14 @@ class Record:
     kind: str
     service: str
     label: str
+    at_service: str  # that the point is of; of a pair, one of the two
     point: str
     at_s: float
     until_s: float
     started_s: float | None = None
     ready_s: float | None = None
     unit_s: float | None = None
+    taken_s: float | None = None
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,6 +70,8 @@ class Injector:
         self._clocks = clocks
         self._disk = disk
         self._begun_s = time.monotonic()
+        self.torn: set[str] = set()  # names of checkpoints that we have torn
+        self.pairs: list[tuple[str, str]] = []  # services that died together, the one at its point first
         self.records: list[Record] = []
         self.injected = 0
         self.missed: list[Fault] = []
@@ -84,6 +90,10 @@ class Injector:
             proxy.target = int(url.rsplit(":", 1)[1])
         return url
 
+    async def watch(self) -> None:
+        """Let the observer in."""
+        await self.observer.connect(await self.server(), self.run.seed)
+
     async def carry_out(self, fault: Fault) -> list[Record]:
         """Inject one fault and wait until what it hit works again; its records, empty when its point did not come."""
         match fault.kind:
@@ -97,6 +107,8 @@ class Injector:
                 records = await self._clock(fault)
             case "full disk":
                 records = await self._full_disk(fault)
+            case "corrupt patch":
+                records = await self._corrupt_patch(fault)
             case _:
                 records = await self._kill(fault)
         if records:
@@ -122,8 +134,8 @@ class Injector:
             label = sees(event, self.observer.picture)
             if not label or not strike(label):
                 return False
-            if fault.label:
-                strike(fault.label)
+            if fault.label and strike(self._now(fault.label)):
+                self.pairs.append(fault.pair())
             return True
 
         event = await self.observer.first(look, POINT_WITHIN_S)
@@ -131,30 +143,34 @@ class Injector:
             return []
         if event.words[0] in _OF_A_GROUP:
             self._interrupted.setdefault(event.words[1], []).append((fault.number, event.at_s))
-        note = tear_newest_checkpoint(self.run.folder) if fault.kind == "torn checkpoint" else ""
+        note = self._tear() if fault.kind == "torn checkpoint" else ""
         found = await asyncio.gather(*(watched.recovered(event.at_s, RECOVERY_WITHIN_S) for watched in hit))
         return [self._record(fault, recovery, event.at_s, fault.point.after, note) for recovery in found]
 
     async def _pause(self, fault: Fault) -> list[Record]:
         """SIGSTOP for longer than others wait, then SIGCONT: the stopped one wakes up in a world that went on without it."""
-        at, process = time.monotonic(), self.run.signal(fault.label, signal.SIGSTOP)
+        label = self._now(fault.label)
+        before = Watched(self.run, self.observer, label)  # to see who takes over meanwhile
+        at, process = time.monotonic(), self.run.signal(label, signal.SIGSTOP)
         if process is None:
+            before.end()
             return []
-        watched = None
         try:
             await asyncio.sleep(fault.seconds)
         finally:
-            watched = Watched(self.run, self.observer, fault.label)
+            watched = Watched(self.run, self.observer, label)
             process.signal(signal.SIGCONT)
+            taken_s = before.end()
         recovery = await watched.recovered(time.monotonic(), RECOVERY_WITHIN_S)
-        return [self._record(fault, recovery, at, f"stopped for {fault.seconds:g} s")]
+        note = "" if taken_s is None else f"another one took over after {taken_s - at:.1f} s"
+        return [self._record(fault, recovery, at, f"stopped for {fault.seconds:g} s", note)]
 
     async def _cut(self, fault: Fault) -> list[Record]:
         assert fault.mode is not None
-        at = time.monotonic()
-        async with self._proxies[fault.label].disturbed(fault.mode):
+        at, label = time.monotonic(), self._now(fault.label)
+        async with self._proxies[label].disturbed(fault.mode):
             await asyncio.sleep(fault.seconds)
-            watched = Watched(self.run, self.observer, fault.label)
+            watched = Watched(self.run, self.observer, label)
         recovery = await watched.recovered(time.monotonic(), RECOVERY_WITHIN_S)
         return [self._record(fault, recovery, at, f"connection: {fault.mode} for {fault.seconds:g} s")]
 
@@ -172,13 +188,14 @@ class Injector:
     async def _clock(self, fault: Fault) -> list[Record]:
         """The wall clock of one service jumps, and later jumps back."""
         assert self._clocks is not None
-        at, watched = time.monotonic(), Watched(self.run, self.observer, fault.label)
+        at = time.monotonic()
         try:
             self._clocks.set(fault.label, fault.offset_s)
             await asyncio.sleep(fault.seconds)
-            recovery = await watched.recovered(at, RECOVERY_WITHIN_S)
         finally:
             self._clocks.set(fault.label, 0)
+        watched = Watched(self.run, self.observer, fault.label)
+        recovery = await watched.recovered(time.monotonic(), RECOVERY_WITHIN_S)
         return [self._record(fault, recovery, at, f"wall clock off by {fault.offset_s:+d} s")]
 
     async def _full_disk(self, fault: Fault) -> list[Record]:
@@ -209,22 +226,43 @@ class Injector:
                 return True
         return False
 
+    async def _corrupt_patch(self, fault: Fault) -> list[Record]:
+        """A byte of a published patch is another one before any engine has read it. Its version has an anchor beside it."""
+        spoiled = await spoil_a_patch(self.run, self.observer, POINT_WITHIN_S)
+        if spoiled is None:
+            return []
+        found = await spoiled.outcome(RECOVERY_WITHIN_S)
+        point = "the patch of its next version is damaged"
+        return [self._record(fault, recovery, spoiled.at_s, point, note) for recovery, note in found]
+
+    def _tear(self) -> str:
+        name, note = tear_newest_checkpoint(self.run.folder)
+        self.torn |= {name} if name else set()
+        return note
+
+    def _now(self, label: str) -> str:
+        """The label of a process, where a role's owner is meant, of that one."""
+        return owner_label(service_of(label), self.observer.picture) if label.endswith(f"-{OWNER_NAME}") else label
+
     def _on_event(self, event: Event) -> None:
         if event.words[0] == "ready":
             for number, at_s in self._interrupted.pop(event.words[1], []):
                 self.whole_s[number] = round(event.at_s - at_s, 3)
 
     def _record(self, fault: Fault, recovery: Recovery, at_s: float, point: str, note: str = "") -> Record:
+        service = service_of(recovery.label)
         return Record(
             fault=fault.number,
             kind=fault.kind,
-            service=service_of(recovery.label),
+            service=service,
             label=recovery.label,
+            at_service=service if fault.point is None else fault.point.service,
             point=point,
             at_s=round(at_s - self._begun_s, 3),
             until_s=round(time.monotonic() - self._begun_s, 3),
             started_s=recovery.started_s,
             ready_s=recovery.ready_s,
             unit_s=recovery.unit_s,
+            taken_s=recovery.taken_s,
             note=note,
         )

@@ -13,10 +13,12 @@ import time
 from collections.abc import Sequence
 from uuid import uuid4
 
+from loadtests.chaos.observer_key import new_seed
 from loadtests.chaos.processes import TOKEN, Process, carrying
 from loadtests.chaos.settings import CONFIG, ROOT
 from services.child import LIFELINE
 from services.config import Config, load
+from services.identity import public_key
 from services.run_folder import url_file
 from services.sandbox.service import executor_config
 
@@ -42,6 +44,7 @@ class LocalRun:
         self.config: Config = load(CONFIG, settings)
         self.folder = self.config.run_folder()
         self.token = uuid4().hex
+        self.seed = new_seed() if self.config.nats.embedded_keys else None  # of the observer's key
         self.output = self.folder.with_name(f"{self.folder.name}.out")
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1  # the stack ends with whoever holds this
@@ -56,6 +59,8 @@ class LocalRun:
         self._log_offset = log.stat().st_size if log.exists() else 0
         self._children.clear()
         command = [sys.executable, "-m", "loadtests.chaos.stack", "--config", str(CONFIG), *self.options]
+        if self.seed is not None:
+            command += ["--observer", public_key(self.seed)]
         for setting in (*self.settings, *more):
             command += ["--set", setting]
         self._let_go()

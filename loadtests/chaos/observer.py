@@ -7,6 +7,8 @@ event is killed between publishing and committing. A plain subscription misses w
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,13 +21,15 @@ from schemas.codec import CodecError, decode_any
 from schemas.generation import GenerateRequest, GenerateResult
 from schemas.lease import GroupLease
 from schemas.message import Message
+from schemas.ownership import OWNER, Owner
 from schemas.sandbox import SandboxResult
 from schemas.table import Role, Stream, Subjects
 from schemas.trajectory import Episode
-from services.bus import Bus, BusError
+from services.bus import Bus, BusError, Forbidden
 
 _LOOK_FOR_CHECKPOINTS_S = 0.01
 _ANSWER_S = 2.0
+_TRY_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Picture:
         self.judged: Counter[str] = Counter()
         self.turned: set[str] = set()
         self.player: dict[str, str] = {}  # group -> instance of the rollouter that asked for its sandboxes last
+        self.owners: dict[str, Owner] = {}  # role -> its last record
         self.steps = 0
 
     def take(self, event: Event) -> None:
@@ -68,6 +73,10 @@ class Picture:
                 self.judged[group] += 1
             case ("turn", group, _, _, number) if number.isdecimal():
                 self.turned.add(group)
+            case ("reg", "service", role, name) if name == OWNER:
+                message = event.message()
+                if isinstance(message, Owner):
+                    self.owners[role] = message
             case ("train", "step", step):
                 self.steps = max(self.steps, int(step.split("-")[0]) + 1)
             case ("gen", "req", _):
@@ -102,11 +111,23 @@ class Observer:
         self._bus: Bus | None = None
         self.picture = Picture()
 
-    async def connect(self, url: str) -> None:
-        bus = await Bus.connect(url, self._subjects.run, Role.OBSERVER, "chaos")
+    async def connect(self, url: str, seed: str | None = None, within_s: float = 60.0) -> None:
+        """`seed` is that of the key that may see everything, which the server learns a moment after its start
+        (`loadtests/chaos/observer_key.py`). Raises `BusError` when it does not let us in in time.
+        """
+        bus = await self._let_in(url, seed, time.monotonic() + within_s)
         await bus.client.subscribe(self._subjects.pattern(">"), cb=self._on_message, pending_bytes_limit=256 * 2**20)
         await bus.client.flush()
         self._bus = bus
+
+    async def _let_in(self, url: str, seed: str | None, deadline: float) -> Bus:
+        while True:
+            try:
+                return await Bus.connect(url, self._subjects.run, Role.OBSERVER, "chaos", nkeys_seed=seed)
+            except Forbidden:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_TRY_AGAIN_S)
 
     async def close(self) -> None:
         if self._bus is not None:
@@ -116,6 +137,25 @@ class Observer:
         """Store a message on a subject of the run, as its publisher would."""
         assert self._bus is not None
         await self._bus.store(self._subjects.pattern(".".join(words)), data, headers)
+
+    async def message_at(self, *words: str) -> Message | None:
+        """The last message on a subject of the run; `None` where there is none."""
+        assert self._bus is not None
+        item = await self._bus.last(self._subjects.pattern(".".join(words)))
+        return None if item is None else decode_any(item.data)
+
+    async def spoil_object(self, name: str) -> None:
+        """Flip a bit of an object: its last chunk is written again with another byte, and the true one removed."""
+        assert self._bus is not None
+        bus, stream, bucket = self._bus, self._subjects.blob_stream(), self._subjects.blob_bucket()
+        meta_subject = f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
+        meta = await bus.request(f"STREAM.MSG.GET.{stream}", {"last_by_subj": meta_subject})
+        chunk_subject = f"$O.{bucket}.C.{json.loads(base64.b64decode(meta['message']['data']))['nuid']}"
+        chunk = (await bus.request(f"STREAM.MSG.GET.{stream}", {"last_by_subj": chunk_subject}))["message"]
+        data = bytearray(base64.b64decode(chunk["data"]))
+        data[len(data) // 2] ^= 0x10
+        await bus.store(chunk_subject, bytes(data), {})
+        await bus.request(f"STREAM.MSG.DELETE.{stream}", {"seq": chunk["seq"], "no_erase": True})
 
     async def stored(self, *streams: Stream) -> int | None:
         """Items that the streams have taken so far; `None` while the server does not answer. An event alone does not prove that

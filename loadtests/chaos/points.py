@@ -11,6 +11,8 @@ from schemas.sandbox import SandboxReset
 from schemas.trajectory import Episode
 
 SERVER = "nats-server"
+OWNED = ("admission", "trainer", "param_sync")  # one works, a second waits for its silence
+OWNER_NAME = "owner"  # stands for whichever instance owns the role when it is hit
 Sees = Callable[[Event, Picture], str]
 
 
@@ -32,6 +34,21 @@ def _at(*words: str, label: str) -> Sees:
 
     def sees(event: Event, _: Picture) -> str:
         return label if event.words[: len(words)] == words else ""
+
+    return sees
+
+
+def owner_label(service: str, picture: Picture) -> str:
+    """The process that owns the role now, as its own record says."""
+    record = picture.owners.get(service)
+    return f"{service}-{'0' if record is None else record.instance}"
+
+
+def _owner_at(*words: str, role: str) -> Sees:
+    """Any message on this subject family hits whoever owns the role."""
+
+    def sees(event: Event, picture: Picture) -> str:
+        return owner_label(role, picture) if event.words[: len(words)] == words else ""
 
     return sees
 
@@ -98,18 +115,26 @@ POINTS: tuple[Point, ...] = (
     Point(service="verifier", after="a verdict is out, its episode not acknowledged", sees=_at("verdict", label="verifier-0")),
     Point(service="bank", after="the last verdict is in, the group is not ready", sees=_last_judged),
     Point(service="bank", after="a group has some of its verdicts", sees=_some_judged),
-    Point(service="admission", after="a batch is demanded, none is decided", sees=_at("train", "demand", label="admission-0")),
-    Point(service="admission", after="a batch is decided", sees=_at("ledger", "batch", label="admission-0")),
-    Point(service="trainer", after="a batch is decided, it is not trained on", sees=_at("ledger", "batch", label="trainer-0")),
-    Point(service="trainer", after="a checkpoint is there, its step not announced", sees=_at("checkpoint", label="trainer-0")),
-    Point(service="trainer", after="a step is announced", sees=_at("train", "step", label="trainer-0")),
     Point(
-        service="param_sync", after="a step is announced, no version is staged", sees=_at("train", "step", label="param_sync-0")
+        service="admission", after="a batch is demanded, none is decided", sees=_owner_at("train", "demand", role="admission")
+    ),
+    Point(service="admission", after="a batch is decided", sees=_owner_at("ledger", "batch", role="admission")),
+    Point(
+        service="trainer", after="a batch is decided, it is not trained on", sees=_owner_at("ledger", "batch", role="trainer")
+    ),
+    Point(
+        service="trainer", after="a checkpoint is there, its step not announced", sees=_owner_at("checkpoint", role="trainer")
+    ),
+    Point(service="trainer", after="a step is announced", sees=_owner_at("train", "step", role="trainer")),
+    Point(
+        service="param_sync",
+        after="a step is announced, no version is staged",
+        sees=_owner_at("train", "step", role="param_sync"),
     ),
     Point(
         service="param_sync",
         after="a version is staged, not every engine has it",
-        sees=_at("policy", "staged", label="param_sync-0"),
+        sees=_owner_at("policy", "staged", role="param_sync"),
     ),
     Point(service=SERVER, after="an episode is on its way", sees=_at("episode", label=SERVER)),
     Point(service=SERVER, after="a batch is on its way", sees=_at("ledger", "batch", label=SERVER)),

@@ -1,4 +1,7 @@
-"""How long a service takes to work again: until its next process runs, is ready, and completes the next unit of work."""
+"""How long a service takes to work again: until its next process runs, is ready, and completes the next unit of work.
+
+Where a second instance waits, the role passes on: then what counts is the next unit after an owner took over, whoever it is.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from dataclasses import dataclass
 
 from loadtests.chaos.local_run import LocalRun
 from loadtests.chaos.observer import Event, Observer, worker_of
-from loadtests.chaos.points import SERVER
+from loadtests.chaos.points import OWNED, SERVER
 from loadtests.chaos.processes import Process
 from loadtests.chaos.schedule import service_of
 from schemas.health import Heartbeat
+from schemas.ownership import OWNER
 from schemas.table import Stream
 
 _LOOK_S = 0.02
@@ -35,13 +39,14 @@ _NAMED_BY_WORK = ("engine", "sandbox")  # whose messages say which instance did 
 @dataclass
 class Recovery:
     """Seconds after the fault, or after its end where it lasts; `None`: not within the time given. `unit_s` counts what the
-    service completed, so the time in which there was nothing to do is part of it.
+    service completed, so the time in which there was nothing to do is part of it. `taken_s`: until another one owned the role.
     """
 
     label: str
     started_s: float | None = None
     ready_s: float | None = None
     unit_s: float | None = None
+    taken_s: float | None = None
 
 
 class Watched:
@@ -57,6 +62,9 @@ class Watched:
         self._heard: list[tuple[float, int]] = []  # (when, process id) of its heartbeats that say ready
         self._units: list[float] = []
         self._stored: int | None = None
+        owner = observer.picture.owners.get(self._service) if self._service in OWNED else None
+        self._owner = owner.token if owner is not None and owner.instance == self._instance else ""
+        self._taken_s: float | None = None
         self._end = observer.listen(self._on_event)
 
     def kill(self) -> bool:
@@ -67,24 +75,33 @@ class Watched:
         return self._killed is not None
 
     async def recovered(self, since_s: float, within_s: float) -> Recovery:
-        """Wait until it works again, as another process where it was killed."""
+        """Wait until it works again: as another process where it was killed, under another owner where it owned its role."""
         out = Recovery(self._label)
-        deadline = since_s + within_s
+        started = since_s if self._killed is None else None
         try:
-            started = since_s if self._killed is None else await self._started(self._killed, deadline)
-            while started is not None and time.monotonic() < deadline:
-                pid = process.pid if (process := self._run.now(self._label)) is not None else 0
-                ready = next((at for at, whose in self._heard if at >= started and whose == pid), None)
-                unit = await self._unit(started)
-                out.started_s = round(started - since_s, 3)
-                out.ready_s = out.ready_s if ready is None else round(ready - since_s, 3)
-                if unit is not None:
-                    out.unit_s = round(unit - since_s, 3)
+            while time.monotonic() < since_s + within_s:
+                started = self._started() if started is None else started
+                again = self._taken_s if self._killed is not None and self._owner else started
+                unit = None if again is None else await self._unit(again)
+                if started is not None:
+                    out.started_s, out.ready_s = _after(since_s, started), _after(since_s, self._ready(started))
+                out.taken_s = _after(since_s, self._taken_s)
+                if unit is not None and started is not None:
+                    out.unit_s = _after(since_s, unit)
                     break
                 await asyncio.sleep(_LOOK_S)
         finally:
             self._end()
         return out
+
+    def end(self) -> float | None:
+        """Follow it no longer; says when another process took its role over, if one did."""
+        self._end()
+        return self._taken_s
+
+    def _ready(self, started_s: float) -> float | None:
+        pid = process.pid if (process := self._run.now(self._label)) is not None else 0
+        return next((at for at, whose in self._heard if at >= started_s and whose == pid), None)
 
     async def _unit(self, started_s: float) -> float | None:
         """When the first unit after `started_s` was completed. The server's is a message that it has stored."""
@@ -99,6 +116,10 @@ class Watched:
             beat = event.message()
             if isinstance(beat, Heartbeat) and beat.phase == "ready":
                 self._heard.append((event.at_s, beat.pid))
+        elif event.words == ("reg", "service", self._service, OWNER):
+            owner = self._observer.picture.owners.get(self._service)
+            if self._owner and self._taken_s is None and owner is not None and owner.token != self._owner:
+                self._taken_s = event.at_s
         elif self._is_unit(event):
             self._units.append(event.at_s)
 
@@ -110,10 +131,10 @@ class Watched:
             return event.words[-1].isdecimal() and self._observer.picture.player.get(event.words[1]) == self._instance
         return self._service not in _NAMED_BY_WORK or worker_of(event) == self._instance
 
-    async def _started(self, killed: Process, deadline: float) -> float | None:
-        while time.monotonic() < deadline:
-            process = self._run.now(self._label)
-            if process is not None and process != killed and process.alive():
-                return time.monotonic()
-            await asyncio.sleep(_LOOK_S)
-        return None
+    def _started(self) -> float | None:
+        process = self._run.now(self._label)
+        return time.monotonic() if process is not None and process != self._killed and process.alive() else None
+
+
+def _after(since_s: float, at_s: float | None) -> float | None:
+    return None if at_s is None else round(at_s - since_s, 3)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.config import Nats
-
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "examples/terminal/run.toml"
 _SMALL = (
@@ -27,6 +25,7 @@ FLOWING = (
     "admission.max_lag=4",
     "window.max_groups=12",
     "trainer.checkpoint_every=5",
+    "param_sync.anchor_every=4",  # so that a spoiled patch has an anchor beside it often enough
 )
 # The whole run is a function of its seed, whichever process is killed when, as long as no attempt at an episode is lost:
 # K = 0 and one group per batch fix which groups a step trains on and in what order; with the trainer's own log-probabilities
@@ -44,6 +43,5 @@ DETERMINISTIC = (
 
 
 def overrides(base: tuple[str, ...], name: str, folder: Path, *more: str) -> list[str]:
-    """Settings of one run. Its server is open to everybody on this machine: the observer looks at every subject."""
-    open_server = ("nats.embedded_keys=false",) if "embedded_keys" in Nats.model_fields else ()
-    return [*base, *open_server, f"run.name={name}", f'run.folder="{folder}"', *more]
+    """Settings of one run."""
+    return [*base, f"run.name={name}", f'run.folder="{folder}"', *more]

@@ -1,7 +1,8 @@
 """`headrace up` for chaos runs, as a process of its own: the same stack with a shorter patience of its supervisor.
 
 Differences from `headrace up`, all of them by public seams: some services run twice, some reach the server through a proxy,
-some get environment variables more, and the pause before a restart stays short although the same child ends again and again.
+some get environment variables more, one more key may look at everything, and the pause before a restart stays short although
+the same child ends again and again.
 """
 
 from __future__ import annotations
@@ -10,22 +11,18 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from unittest.mock import patch
 
-from services import stack
+from loadtests.chaos.observer_key import admit
 from services.child import ChildSpec, follow_lifeline
 from services.config import Config, load
 from services.local_plan import label_of, service_plan
 from services.run_folder import RunFolder
-from services.supervisor import Limits, Supervisor
+from services.stack import printer, run_stack
+from services.supervisor import Limits
 
-_START_CHILDREN = ("services.stack", "services.embedded_server")  # modules that make a supervisor, where they exist
 PATIENCE = Limits(first_backoff_s=0.25, last_backoff_s=1.0, settled_s=5.0, drain_s=120.0)
 
 
@@ -36,11 +33,14 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--double", action="append", default=[], metavar="ROLE", help="run a second instance, named 1")
     top.add_argument("--proxy", action="append", default=[], metavar="LABEL=PORT", help="reach the server through this port")
     top.add_argument("--env", action="append", default=[], metavar="LABEL:NAME=VALUE", help="environment of one service")
+    top.add_argument("--observer", default="", metavar="KEY", help="public nkey of somebody who may see and say everything")
     return top
 
 
 def plan(options: argparse.Namespace, config: Config, folder: RunFolder, url: str, lifeline: int) -> list[ChildSpec]:
-    """The local plan with doubles, proxies and environments."""
+    """The local plan with doubles, proxies and environments. Asked for when the server runs and no service yet does."""
+    if options.observer:
+        admit(folder.path, config.run.name, options.observer)
     specs = service_plan(config, folder, url, lifeline)
     for role in options.double:
         first = next(spec for spec in specs if spec.label == label_of(role, "0"))
@@ -73,11 +73,7 @@ def main() -> int:
     follow_lifeline()
     options = parser().parse_args()
     config = load(options.config, options.set)
-    patient = partial(Supervisor, limits=PATIENCE)
-    with ExitStack() as patches:
-        for name in filter(find_spec, _START_CHILDREN):
-            patches.enter_context(patch.object(import_module(name), "Supervisor", patient))
-        outcome = asyncio.run(stack.run_stack(config, fresh=False, say=stack.printer(), plan=partial(plan, options)))
+    outcome = asyncio.run(run_stack(config, fresh=False, say=printer(), plan=partial(plan, options), limits=PATIENCE))
     return outcome.code
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.chaos.checks import Findings, audit
+from loadtests.chaos.audit_run import headrace_audit
+from loadtests.chaos.checks import Findings, check_run, line_of
 from loadtests.chaos.damage import checkpoints
 from loadtests.chaos.inject import Injector, Record
 from loadtests.chaos.leftovers import clear, consumers, settled
@@ -71,6 +72,11 @@ def repeated(*words: str) -> Fault:
     return Fault(number=0, kind="duplicate", words=words)
 
 
+def spoiled_patch() -> Fault:
+    """The patch of the next version with an anchor beside it rots before an engine reads it."""
+    return Fault(number=0, kind="corrupt patch")
+
+
 def go_through(
     folder: Path,
     base: tuple[str, ...],
@@ -107,7 +113,7 @@ async def _go_through(
         await proxy.start()
     try:
         run.start()
-        await injector.observer.connect(await injector.server())
+        await injector.watch()
         names = asyncio.create_task(
             watch_checkpoints(injector.observer, lambda: {path.name for path in checkpoints(run.folder)}, stop)
         )
@@ -138,11 +144,13 @@ async def _steps_reach(injector: Injector, steps: int) -> None:
 
 async def _looked_at(injector: Injector, code: int, left: list[str], steps: int) -> Ordeal:
     run = injector.run
+    audited = await asyncio.to_thread(headrace_audit, run.folder)
     async with reopened(run.folder) as (bus, config):
-        findings = await audit(bus, config, run.folder, at_least_steps=steps)
+        findings = await check_run(bus, config, at_least_steps=steps)
         left += await consumers(bus, config)
-        commits = [item.decode(StepCommit) for item in await read_all(bus, Stream.TRAIN, "train.step.*")]
+        commits = line_of([item.decode(StepCommit) for item in await read_all(bus, Stream.TRAIN, "train.step.*")])
         episodes = [item.decode(Episode) for item in await read_all(bus, Stream.EPISODES, "episode.*.*")]
+    findings.violations += audited.problems(injector.torn)
     return Ordeal(
         folder=run.folder,
         code=code,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loadtests.chaos.settings import DETERMINISTIC, FLOWING
-from tests.faults.ordeal import STEPS, Ordeal, cut, go_through, kill, pause, repeated, torn, undisturbed_run
+from tests.faults.ordeal import STEPS, Ordeal, cut, go_through, kill, pause, repeated, spoiled_patch, torn, undisturbed_run
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 # None of these loses an attempt at an episode, so the run must come out as if nothing had happened.
@@ -28,6 +28,8 @@ COSTLY = (
     repeated("sbx", "req", "command"),
     kill("trainer: a batch is decided, it is not trained on", besides="nats-server"),
     pause("rollouter-0", 25.0),
+    pause("param_sync-owner", 8.0),  # beyond its lease: it wakes up when another one owns the role
+    spoiled_patch(),
 )
 
 
@@ -44,7 +46,7 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> Ordeal:
 @pytest.fixture(scope="module")
 def costly(tmp_path_factory: pytest.TempPathFactory) -> Ordeal:
     folder = tmp_path_factory.mktemp("costly")
-    return go_through(folder, FLOWING, COSTLY, steps=STEPS, doubles=("rollouter",), cuts=("verifier-0",))
+    return go_through(folder, FLOWING, COSTLY, steps=STEPS, doubles=("rollouter", "param_sync"), cuts=("verifier-0",))
 
 
 def holds(ordeal: Ordeal, faults: int) -> None:
@@ -63,8 +65,8 @@ def test_every_service_killed_once_loses_and_doubles_nothing(harmless: Ordeal) -
 
 
 def test_faults_that_cost_an_attempt_lose_and_double_nothing(costly: Ordeal) -> None:
-    """Invariants 3, 4, 9: sampler, rollouter, engine, sandbox, a pair, lost acknowledgements, a request that comes twice, and a
-    rollouter that was stopped for longer than its leases live.
+    """Invariants 3, 4, 9, 10: sampler, rollouter, engine, sandbox, a pair, lost acknowledgements, a request that comes twice, a
+    rollouter and an owner that were stopped for longer than their leases live, and a patch that is damaged.
     """
     holds(costly, len(COSTLY))
 
