@@ -13,6 +13,7 @@ that the ledger names is used again.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import msgspec
 
@@ -24,6 +25,17 @@ from schemas.table import Stream
 from schemas.training import BatchDemand, StepCommit
 
 READY = str(Stream.READY)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A leased group that lost an item. `ready_seq`: 0 for none. `step`: of the batch that it is in; unset while it is open."""
+
+    group: str
+    family: str
+    ready_seq: int
+    item: LostItem
+    step: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Assembly:
@@ -44,7 +56,10 @@ class Assembly:
         self._families: dict[str, str] = {}  # of every leased training group
         self._lost: dict[str, tuple[int, LostItem]] = {}  # group -> its READY sequence (0: none) and what it lost
         self._demands: dict[int, tuple[int, BatchDemand]] = {}
-        self._committed: dict[int, tuple[str, ...]] = {}
+        self._committed: dict[int, StepCommit] = {}
+        self._assumed: dict[str, BatchGroup] = {}
+        self._batched: dict[str, tuple[int, int]] = {}  # group of a batch, not taken out -> its READY sequence, step
+        self._left_out: dict[str, tuple[int, LostItem]] = {}  # by a committed step: group -> step, item
         self._answered = -1  # steps up to here have their batch
         self._decided_under = 0  # newest demand that the ledger names
 
@@ -66,6 +81,11 @@ class Assembly:
         if lease.purpose == "train":
             self._families[lease.group] = lease.family
 
+    def assume(self, member: BatchGroup) -> None:
+        """For a replay: this member of a recorded batch was ready and eligible, though its READY entry is lost since."""
+        if member.group not in self._closed:
+            self._assumed[member.group] = member
+
     def unusable(self, seq: int, group: str) -> None:
         """What stands on `ready.<group>` cannot be used, and nothing else can ever stand there."""
         self.ready_seq = max(self.ready_seq, seq)
@@ -80,14 +100,18 @@ class Assembly:
         """READY sequence and entry of a ready group that nothing has closed. Raises `KeyError` for any other."""
         return self._open[group]
 
-    def losses(self) -> list[tuple[str, str, int, LostItem]]:
-        """Leased open groups that lost something: group, family, READY sequence (0: none), item; by sequence."""
+    def losses(self) -> list[Loss]:
+        """Leased groups that lost something and are open, or were left out of the step of their batch; by the item's place."""
         found = [
-            (group, self._families[group], seq, item)
+            Loss(group, self._families[group], seq, item)
             for group, (seq, item) in self._lost.items()
             if group in self._families and group not in self._closed
         ]
-        return sorted(found, key=lambda loss: (loss[3].stream, loss[3].seq))
+        for group, (step, item) in self._left_out.items():
+            ready_seq, of = self._batched.get(group, (0, -1))
+            if of == step and group in self._families:
+                found.append(Loss(group, self._families[group], ready_seq, item, step))
+        return sorted(found, key=lambda loss: (loss.item.stream, loss.item.seq))
 
     def demand(self, seq: int, demand: BatchDemand) -> None:
         """The trainer asked for a batch. For a step that has its batch, or by an older incarnation, it changes nothing."""
@@ -101,12 +125,14 @@ class Assembly:
         self._demands[demand.step] = (seq, demand)
 
     def step(self, commit: StepCommit) -> None:
-        """The trainer committed a step. Decides nothing; it tells what the ledger must hold."""
+        """The trainer committed a step. It tells what the ledger must hold, and which groups of its batch were lost."""
         self.step_committed = max(self.step_committed, commit.step)
-        self._committed[commit.step] = commit.groups
+        self._committed[commit.step] = commit
+        for left in commit.left_out():
+            self._left_out.setdefault(left.group, (commit.step, left.item))
 
-    def committed(self, step: int) -> tuple[str, ...] | None:
-        """The groups that a committed step consumed; `None` if it is not committed."""
+    def committed(self, step: int) -> StepCommit | None:
+        """The commit of a step; `None` if it is not committed."""
         return self._committed.get(step)
 
     def entry(self, seq: int, entry: LedgerEntry) -> None:
@@ -119,6 +145,7 @@ class Assembly:
         if isinstance(entry, BatchEntry):
             for member in entry.groups:
                 self._close(member.group)
+                self._batched[member.group] = (member.ready_seq, entry.step)
             self._answered = max(self._answered, entry.step)
             self._demands = {step: held for step, held in self._demands.items() if step > self._answered}
             self.last_lags = tuple(member.lag for member in entry.groups)
@@ -126,12 +153,15 @@ class Assembly:
             self.counters["consumed"] += len(entry.groups)
         else:
             self._close(entry.group)
+            if isinstance(entry, AbandonEntry) and isinstance(entry.step, int):
+                self.counters["consumed"] -= self._batched.pop(entry.group, None) is not None
             way = "quarantined" if isinstance(entry, QuarantineEntry) else "abandoned"
             self.counters[way] += 1
             self.counters[f"{way}_{entry.reason}"] += 1
 
     def _close(self, group: str) -> None:
         self._open.pop(group, None)
+        self._assumed.pop(group, None)
         self._lost.pop(group, None)
         self._closed.add(group)
 
@@ -145,9 +175,10 @@ class Assembly:
         """Ready groups that no entry has closed."""
         return len(self._open)
 
-    def waiting_groups(self) -> list[tuple[int, ReadyGroup]]:
-        """The open ready groups with their READY sequences, in completion order."""
-        return sorted(self._open.values(), key=lambda held: held[0])
+    def waiting_groups(self) -> list[tuple[int, ReadyGroup | BatchGroup]]:
+        """The open ready groups with their READY sequences, in completion order; those that are assumed as what they became."""
+        assumed = [(member.ready_seq, member) for member in self._assumed.values()]
+        return sorted([*self._open.values(), *assumed], key=lambda held: held[0])
 
 
 def decide(state: Assembly, settings: GateSettings) -> list[LedgerEntry]:
@@ -162,6 +193,11 @@ def decide(state: Assembly, settings: GateSettings) -> list[LedgerEntry]:
     turned_away: list[LedgerEntry] = []
     chosen: list[BatchGroup] = []
     for seq, group in state.waiting_groups():
+        if isinstance(group, BatchGroup):
+            chosen.append(group)
+            if len(chosen) >= demand.groups:
+                return [*turned_away, _batch(chosen, demand_seq, demand, settings)]
+            continue
         decision = judge(group, demand.version, demand.left(), settings)
         if isinstance(decision, Eligible):
             chosen.append(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from admission.conservation import account
 from schemas.group import LOST, ReadyGroup
 from schemas.lease import ordinal_of
-from schemas.ledger import BatchEntry, BatchGroup, LedgerEntry
+from schemas.ledger import AbandonEntry, BatchEntry, BatchGroup, LedgerEntry, LostItem
 from schemas.lineage import Lineage
 from schemas.table import Stream
 from services.audit import Evidence
@@ -61,6 +61,10 @@ class _Run:
         self.line = Lineage()
         for _, commit in found.steps:
             self.line.add(commit)
+        self.taken_out = {
+            entry.group: (seq, entry) for seq, entry in found.ledger if isinstance(entry, AbandonEntry) and _of_batch(entry)
+        }
+        self.left_out = {(c.step, left.group): left.item for _, c in found.steps for left in c.left_out()}
         self.looked_at = 0
         self.note = ""
 
@@ -68,6 +72,22 @@ class _Run:
         self.looked_at, self.note = 0, ""
         findings = tuple(rule(self))
         return Check(name, self.looked_at, findings, self.note)
+
+    def consumed(self, step: int, incarnation: int) -> list[str]:
+        """The groups that the weights of an incarnation took from this step's batch: all but those that were lost out of it."""
+        if step not in self.batches:
+            return []
+        members = [member.group for member in self.batches[step][1].groups]
+        commit = self.line.commit_of(step, incarnation)
+        if commit is not None:
+            lost = {left.group for left in commit.left_out()}
+        else:
+            lost = {group for group in members if group in self.taken_out}
+        return [group for group in members if group not in lost]
+
+    def is_lost(self, step: int, group: str) -> bool:
+        """Whether a group was lost out of the batch of this step."""
+        return (step, group) in self.left_out or group in self.taken_out
 
     def on_line(self) -> Iterator[tuple[int, int, tuple[str, ...]]]:
         """Step, TRAIN sequence and groups of the committed steps that training stands on."""
@@ -92,7 +112,10 @@ def _conservation(run: _Run) -> Iterator[Finding]:
             place = f"LEDGER {seq}"
             if group not in leases:
                 yield Finding(group, place, f"is {how} but has no lease: lease {ordinal_of(group)} is lost or never was")
-            if group in closed:
+            taken_out = isinstance(entry, AbandonEntry) and closed.get(group, "").startswith(
+                f"consumed by step {entry.step} at"
+            )
+            if group in closed and not taken_out:
                 yield Finding(group, place, f"is {how}, and was {closed[group]} before")
             closed.setdefault(group, f"{how} at {place}")
 
@@ -124,7 +147,7 @@ def _steps_follow_ledger(run: _Run) -> Iterator[Finding]:
             continue
         at, batch = run.batches[commit.step]
         expected = tuple(member.group for member in batch.groups)
-        if commit.groups != expected:
+        if not commit.stands_on(expected):
             yield Finding(name, f"TRAIN {seq}", f"consumed {commit.groups}, its batch at LEDGER {at} names {expected}")
         if commit.ledger_seq and commit.ledger_seq != at:
             yield Finding(name, f"TRAIN {seq}", f"names LEDGER {commit.ledger_seq}, its batch is at LEDGER {at}")
@@ -145,7 +168,7 @@ def _checkpoints(run: _Run) -> Iterator[Finding]:
         if fact.damage:
             yield Finding("checkpoint", fact.path, fact.damage)
             continue
-        prefix = [m.group for step in range(fact.step + 1) if step in run.batches for m in run.batches[step][1].groups]
+        prefix = [group for step in range(fact.step + 1) for group in run.consumed(step, fact.incarnation)]
         if list(fact.consumed) != prefix:
             wrong = next((g for g, e in zip(fact.consumed, prefix, strict=False) if g != e), f"{len(fact.consumed)} groups")
             yield Finding("checkpoint", fact.path, f"consumed other groups than batches 0 to {fact.step} name, from {wrong} on")
@@ -205,12 +228,63 @@ def _siblings(run: _Run) -> Iterator[Finding]:
     """Everything that a trained group was made of is still there, byte for byte as READY names it."""
     for at, batch in run.batches.values():
         for member in batch.groups:
+            if run.is_lost(batch.step, member.group):
+                continue
             run.looked_at += 1
             group = run.ready.get(member.ready_seq)
             if group is None or group.group != member.group:
                 yield Finding(member.group, f"LEDGER {at}", f"its ready entry is not at READY {member.ready_seq}")
             else:
                 yield from _whole(run, member, group)
+
+
+def _left_out(run: _Run) -> Iterator[Finding]:
+    """What a step left out of its batch was an item of that batch, is trained nowhere, and is abandoned for that very loss."""
+    decided_under = max((e.demand_seq for _, e in run.found.ledger if isinstance(e.demand_seq, int)), default=0)
+    living = {group: step for step, _, groups in run.on_line() for group in groups}
+    for seq, commit in run.found.steps:
+        run.looked_at += 1
+        for left in commit.left_out():
+            place = f"TRAIN {seq}"
+            if why := _not_of_batch(run, commit.step, left.group, left.item):
+                yield Finding(left.group, place, f"is left out of step {commit.step}, but {why}")
+            if left.group in living:
+                yield Finding(left.group, place, f"is left out of step {commit.step} and trained in step {living[left.group]}")
+            if left.group not in run.taken_out and seq < decided_under:  # else admission has not come to it yet
+                yield Finding(left.group, place, f"is left out of step {commit.step}, and LEDGER does not abandon it")
+    steps = {commit.step for _, commit in run.found.steps}
+    for at, entry in run.taken_out.values():
+        run.looked_at += 1
+        step, item = entry.step, entry.lost
+        if not isinstance(step, int) or not isinstance(item, LostItem):
+            yield Finding(entry.group, f"LEDGER {at}", "is taken out of a batch without a lost item")
+        elif step in steps and run.left_out.get((step, entry.group)) != item:
+            yield Finding(entry.group, f"LEDGER {at}", f"is taken out of batch {step} for {item}, which no commit of it names")
+        elif step not in steps and (why := _not_of_batch(run, step, entry.group, item) or _still_there(run, item)):
+            yield Finding(entry.group, f"LEDGER {at}", f"is taken out of batch {step}, which has no commit, but {why}")
+
+
+def _of_batch(entry: AbandonEntry) -> bool:
+    return isinstance(entry.step, int)
+
+
+def _not_of_batch(run: _Run, step: int, group: str, item: LostItem) -> str:
+    """Why the item is none of a group in the batch of this step; empty when it is."""
+    members = {m.group: m.ready_seq for m in run.batches[step][1].groups} if step in run.batches else {}
+    if group not in members:
+        return f"batch {step} does not name it"
+    if item.stream == Stream.READY:
+        return "" if item.seq == members[group] else f"its ready entry is READY {members[group]}, not {item.seq}"
+    ready = run.ready.get(members[group])
+    if ready is None:
+        return ""  # its ready entry is gone as well, and with it what it named
+    named = {(s.episode_seq, s.episode_digest) for s in ready.siblings}
+    return "" if (item.seq, item.digest) in named else f"READY {members[group]} does not name EPISODES {item.seq}"
+
+
+def _still_there(run: _Run, item: LostItem) -> str:
+    there = item.seq in run.ready if item.stream == Stream.READY else run.found.episodes.get(item.seq) == item.digest
+    return f"{item.stream} {item.seq} holds the item" if there else ""
 
 
 def _whole(run: _Run, member: BatchGroup, group: ReadyGroup) -> Iterator[Finding]:
@@ -252,6 +326,7 @@ _RULES: dict[str, Callable[[_Run], Iterator[Finding]]] = {
     "a version is one set of weights": _versions,
     "lag is within its bound": _lag,
     "trained groups are whole": _siblings,
+    "lost groups are left out": _left_out,
     "logs have no holes": _whole_logs,
     "messages can be used": _usable,
 }

@@ -1,6 +1,7 @@
 """Conservation: leased = consumed + quarantined(reason) + abandoned(reason) + open, counted from the streams alone.
 
-A group may be closed once. Whatever breaks that is listed as a violation with the group's name, never corrected in silence.
+A group may be closed once; one that the trainer found lost, and left out of its batch's step, is then abandoned instead of
+consumed. Whatever breaks that is listed as a violation with the group's name, never corrected in silence.
 """
 
 from __future__ import annotations
@@ -70,7 +71,13 @@ def account(leases: Iterable[GroupLease], ledger: Iterable[LedgerEntry]) -> Acco
         elif isinstance(entry, QuarantineEntry):
             close(entry.group, f"quarantined: {entry.reason}")
         elif isinstance(entry, AbandonEntry):
-            close(entry.group, f"abandoned: {entry.reason}")
+            how = f"abandoned: {entry.reason}"
+            if isinstance(entry.step, int) and closed.get(entry.group) == f"consumed by step {entry.step}":
+                closed[entry.group] = how
+            elif isinstance(entry.step, int):
+                violations.append(f"{entry.group} is taken out of batch {entry.step}, which does not hold it")
+            else:
+                close(entry.group, how)
     ways = Counter(how for group, how in closed.items() if group in leased)
     return Account(
         leased=len(leased),

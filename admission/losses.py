@@ -1,5 +1,8 @@
 """Groups that lost an item after it was written: what proves the loss, and the ledger entry that closes such a group.
 
+A group may be lost between its batch and the trainer's fetch. The trainer then leaves it out of the step, and the step's commit
+is the evidence for ever, whatever can be read later: the group is taken out of the batch and abandoned.
+
 When a loss is noticed depends on when somebody looks, so the entry's place in the ledger is the one thing that timing decides;
 everything that stands in it follows from the lost item. A replay looks whether the item is really not there.
 """
@@ -9,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from admission.assembly import Assembly
 from schemas.group import ReadyGroup
 from schemas.ledger import AbandonEntry, AbandonReason, LostItem
@@ -17,15 +22,29 @@ from schemas.table import Stream
 
 def lost_entries(state: Assembly, run: str, settings_hash: str) -> list[AbandonEntry]:
     """The entries that close the groups of which the state knows a loss."""
-    return [loss_entry(run, group, family, ready_seq, item, settings_hash) for group, family, ready_seq, item in state.losses()]
+    return [
+        loss_entry(run, loss.group, loss.family, loss.ready_seq, loss.item, settings_hash, step=loss.step)
+        for loss in state.losses()
+    ]
 
 
-def loss_entry(run: str, group: str, family: str, ready_seq: int, item: LostItem, settings_hash: str) -> AbandonEntry:
-    """Close `group` because of `item`."""
+def loss_entry(
+    run: str,
+    group: str,
+    family: str,
+    ready_seq: int,
+    item: LostItem,
+    settings_hash: str,
+    *,
+    step: int | msgspec.UnsetType = msgspec.UNSET,
+) -> AbandonEntry:
+    """Close `group` because of `item`; `step` names the batch that it is taken out of."""
     if item.stream == Stream.READY:
         detail = f"its ready entry at READY {item.seq} cannot be used"
     else:
         detail = f"EPISODES {item.seq} is not the item {item.digest[:12]} that READY {ready_seq} names"
+    if isinstance(step, int):
+        detail = f"step {step} could not fetch it: {detail}"
     return AbandonEntry(
         run=run,
         group=group,
@@ -35,6 +54,7 @@ def loss_entry(run: str, group: str, family: str, ready_seq: int, item: LostItem
         family=family,
         settings_hash=settings_hash,
         lost=item,
+        step=step,
     )
 
 

@@ -6,7 +6,7 @@ matters where a trainer came back as a new incarnation and asked for the same st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,9 +16,10 @@ from admission.gates import GateSettings
 from admission.losses import Evidence, loss_entry
 from schemas.codec import encode
 from schemas.group import ReadyGroup
-from schemas.ledger import AbandonEntry, LedgerEntry, LostItem
+from schemas.ledger import AbandonEntry, BatchEntry, BatchGroup, LedgerEntry, LostItem
 from schemas.message import Message
-from schemas.training import BatchDemand
+from schemas.table import Stream
+from schemas.training import BatchDemand, LostGroup, StepCommit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +42,35 @@ def replay(
     """Decide again over recorded `(sequence, message)` pairs; `None` if every recorded entry comes out the same.
 
     Each entry is decided under the settings whose hash it carries; pass every setting that the run was under, in any order.
-    An entry that closes a group for a lost item is looked up in `evidence`: the item must be missing there as well.
+    An entry that closes a group for a lost item is looked up in `evidence`: the item must be missing there as well. One that
+    takes a group out of a batch is looked up in the commits of that batch's step, which decided it.
     """
     known = {item.hash(): item for item in settings}
     state = Assembly()
     whole = {seq: group for seq, group in ready if group.purpose == "train"}
     for seq, group in whole.items():
         state.ready(seq, group)
-    demands = [(seq, message) for seq, message in train if isinstance(message, BatchDemand)]
+    entries, trained = list(ledger), list(train)
+    demands = [(seq, message) for seq, message in trained if isinstance(message, BatchDemand)]
+    commits = [message for _, message in trained if isinstance(message, StepCommit)]
+    for member in _unready(entries, commits, whole):
+        state.assume(member)
+    members: dict[str, tuple[int, int]] = {}  # of batches: step and READY sequence
     folded = 0
-    for seq, recorded in ledger:
+    for seq, recorded in entries:
         under = known.get(recorded.settings_hash)
         if under is None:
             why = f"decided under settings {recorded.settings_hash}, which are not among {sorted(known)}"
             return Difference(seq, recorded, None, why)
         if isinstance(recorded, AbandonEntry) and isinstance(recorded.lost, LostItem):
-            if difference := _loss(seq, recorded, recorded.lost, whole, evidence or Evidence()):
+            found = evidence or Evidence()
+            if isinstance(recorded.step, int):
+                if why := _not_left_out(recorded, recorded.step, recorded.lost, members, commits, found, whole):
+                    return Difference(seq, recorded, None, why)
+                del members[recorded.group]
+            elif why := found.refutes(recorded, recorded.lost, whole):
+                return Difference(seq, recorded, None, why)
+            if difference := _other_entry(seq, recorded, recorded.lost, found):
                 return difference
             state.entry(seq, recorded)
             continue
@@ -72,18 +86,47 @@ def replay(
         if encode(replayed) != encode(recorded):
             return Difference(seq, recorded, replayed, _first_field(recorded, replayed))
         state.entry(seq, recorded)
+        if isinstance(recorded, BatchEntry):
+            members |= {member.group: (recorded.step, member.ready_seq) for member in recorded.groups}
     return None
 
 
-def _loss(
-    seq: int, recorded: AbandonEntry, item: LostItem, ready: Mapping[int, ReadyGroup], evidence: Evidence
-) -> Difference | None:
-    if why := evidence.refutes(recorded, item, ready):
-        return Difference(seq, recorded, None, why)
+def _unready(
+    ledger: Iterable[tuple[int, LedgerEntry]], commits: Iterable[StepCommit], ready: Mapping[int, ReadyGroup]
+) -> list[BatchGroup]:
+    """Members of batches that lost their READY entry and were therefore left out of the step: their place in the batch is
+    taken from the record, since nothing is left to decide it from."""
+    entries = [entry for _, entry in ledger]
+    lost = {left.group: left.item for commit in commits for left in commit.left_out()}
+    lost |= {e.group: e.lost for e in entries if isinstance(e, AbandonEntry) and e.step != msgspec.UNSET and e.lost}
+    gone = {group for group, item in lost.items() if item.stream == Stream.READY and item.seq not in ready}
+    return [member for e in entries if isinstance(e, BatchEntry) for member in e.groups if member.group in gone]
+
+
+def _not_left_out(
+    recorded: AbandonEntry,
+    step: int,
+    item: LostItem,
+    members: Mapping[str, tuple[int, int]],
+    commits: Sequence[StepCommit],
+    evidence: Evidence,
+    ready: Mapping[int, ReadyGroup],
+) -> str:
+    """Why a group was not taken out of its batch by that batch's step; empty when it was."""
+    if members.get(recorded.group) != (step, recorded.ready_seq):
+        return f"batch {step} does not hold {recorded.group} with READY {recorded.ready_seq}"
+    of_step = [commit for commit in commits if commit.step == step]
+    if not of_step:  # TRAIN lost it: then the item itself must be missing
+        return evidence.refutes(recorded, item, ready)
+    left = LostGroup(recorded.group, item)
+    return "" if any(left in commit.left_out() for commit in of_step) else f"no commit of step {step} names this loss"
+
+
+def _other_entry(seq: int, recorded: AbandonEntry, item: LostItem, evidence: Evidence) -> Difference | None:
     group, family = recorded.group, evidence.families.get(recorded.group)
     if family is None:
         return Difference(seq, recorded, None, f"{group} was never leased")
-    replayed = loss_entry(recorded.run, group, family, recorded.ready_seq, item, recorded.settings_hash)
+    replayed = loss_entry(recorded.run, group, family, recorded.ready_seq, item, recorded.settings_hash, step=recorded.step)
     same = encode(replayed) == encode(recorded)
     return None if same else Difference(seq, recorded, replayed, _first_field(recorded, replayed))
 

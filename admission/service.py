@@ -146,7 +146,7 @@ class _Admission:
         return LedgerDamaged(what)
 
     def entries(self) -> Sequence[LedgerEntry]:
-        """What the ledger lacks: first the groups that lost something, then what answers the demand."""
+        """What the ledger lacks: first the groups that lost something, also out of a batch, then what answers the demand."""
         lost = lost_entries(self.state, self.bus.run, self.settings.hash())
         return lost or decide(self.state, self.settings)
 
@@ -177,9 +177,9 @@ class _Admission:
         if committed is not None:
             if await self.bus.last_sequence(Stream.LEDGER) != self.state.ledger_seq:
                 return False
-            if committed != names:
+            if not committed.stands_on(names):
                 raise self.damaged_ledger(
-                    f"LEDGER has no batch {batch.step}, which was committed with {committed}; decided now: {names}"
+                    f"LEDGER has no batch {batch.step}, which was committed with {committed.groups}; decided now: {names}"
                 )
             self.bus.alarm("ledger_restored", step=batch.step, after=self.state.ledger_seq)
             return True

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import TypeVar
 
 import structlog
 
-from param_sync.chain import AnchorPolicy, Manifest, Need, Weights, anchor_due, plan_chain, plan_collection
+from param_sync.chain import AnchorPolicy, BrokenChain, Manifest, Need, Weights, anchor_due, plan_chain, plan_collection
 from param_sync.patch.codec import apply as apply_patch
 from param_sync.patch.codec import encode_anchor
+from param_sync.patch.container import decode_header
 from param_sync.patch.errors import PatchError
 from param_sync.patch.snapshot import Snapshot
 from schemas.lineage import Lineage
+from schemas.message import Message
 from schemas.policy import WeightsManifest
 from schemas.table import Stream
 from schemas.training import ObjectRef, StepCommit
 from services import blobs
 from services.base_weights import snapshot_of
-from services.bus import Bus, IntegrityError
+from services.bus import Bus, IntegrityError, Item, Unreadable
 from services.config import Config
-from services.consume import read_all
+from services.consume import read_events
+from services.dead_letters import pass_over
 from services.ownership import Ownership
+from services.pull import Damaged
 
 log = structlog.get_logger()
+M = TypeVar("M", bound=Message)
 
 
 class Published:
@@ -42,26 +48,43 @@ class Published:
     async def restore(self) -> None:
         """Fold what was published before; publish the anchor of version 0 if nothing was. Ends with a verified copy of the
         newest weights on the line."""
-        for item in await read_all(self._bus, Stream.TRAIN, "train.step.*"):
-            self.line.add(item.decode(StepCommit))
+        for commit in await self._readable(Stream.TRAIN, StepCommit, "train.step.*"):
+            self.line.add(commit)
         stored = await blobs.names(self._bus)
-        manifests = await read_all(self._bus, Stream.POLICY, "policy.staged.*", "policy.anchor.*")
-        links = [item.decode(WeightsManifest) for item in manifests]
+        links = await self._readable(Stream.POLICY, WeightsManifest, "policy.staged.*", "policy.anchor.*")
         for link in links:
             if all(reference.name in stored for reference in link.objects):  # else it was collected
                 self._add(link)
-        if not links:
-            self.newest = await asyncio.to_thread(snapshot_of, self._config.policy.model)
-            await self._publish_anchor(self.newest)
-            return
         living = [link for link in links if self.line.on_line(link.incarnation, link.version)]
-        self.newest = await self._rebuild(max(Weights(link.incarnation, link.version, link.digest) for link in living))
+        for target in sorted({Weights(link.incarnation, link.version, link.digest) for link in living}, reverse=True):
+            try:
+                self.newest = await self._rebuild(target)
+                return
+            except (BrokenChain, IntegrityError) as error:  # POLICY or the store lost a link; the steps after it come again
+                self._bus.alarm("lost_links", version=target.version, incarnation=target.incarnation, reason=str(error))
+        self.newest = await asyncio.to_thread(snapshot_of, self._config.policy.model)
+        await self._publish_anchor(self.newest)
+
+    async def _readable(self, stream: Stream, kind: type[M], *patterns: str) -> list[M]:
+        """Every message of these subjects that can be read; the others are passed over with an alarm."""
+        found: list[M] = []
+        for event in await read_events(self._bus, stream, *patterns):
+            try:
+                if isinstance(event, Item):
+                    found.append(event.decode(kind))
+                elif isinstance(event, Damaged):
+                    await pass_over(self._bus, event)
+            except Unreadable as error:
+                await pass_over(self._bus, error.item, error)
+        return found
 
     async def stage(self, commit: StepCommit) -> None:
         """Reproduce a step's weights and publish the link to them. The first of a new incarnation comes as an anchor.
 
         Raises `PatchError` or `IntegrityError` when its objects do not lead to the weights that it announces.
         """
+        if not self.line.began_with(commit):
+            await self._stage_missing(commit)
         held = self.newest
         for reference in commit.patches:
             data = await blobs.get(self._bus, reference)
@@ -75,6 +98,27 @@ class Published:
         else:
             await self._publish(_link(self._bus.run, held, commit.patches, commit.step, base))
         self.newest = held
+
+    async def _stage_missing(self, commit: StepCommit) -> None:
+        """Publish the links between the newest weights and those that a step starts from, where TRAIN lost their commits.
+
+        Their patches are in the store, under the names that version and digest give.
+        """
+        bridge: list[tuple[ObjectRef, bytes]] = []
+        version, digest = commit.version - 1, commit.base_digest
+        while (version, digest) != (self.newest.version, self.newest.digest):
+            name = f"patch-{self.line.maker_of(version - 1)}-{version}-{digest[:16]}"
+            reference = await blobs.find(self._bus, name) if version > self.newest.version else None
+            if reference is None:
+                raise PatchError(f"step {commit.step} starts from {digest[:12]}, and no object {name} leads there")
+            data = await blobs.get(self._bus, reference)
+            header, _ = decode_header(data)
+            bridge.append((reference, data))
+            version, digest = header.base_version or 0, header.base_digest or ""
+        for reference, data in reversed(bridge):
+            base, self.newest = self.newest, await asyncio.to_thread(apply_patch, self.newest, data)
+            self._bus.alarm("commit_missing", step=base.version, version=self.newest.version)
+            await self._publish(_link(self._bus.run, self.newest, (reference,), base.version, base))
 
     async def publish_due_anchor(self) -> bool:
         """Publish a full snapshot of the newest weights when it is time for one; says whether it was."""

@@ -13,8 +13,11 @@ from param_sync.published import Published, weights_of
 from schemas.policy import ApplyOrder, EngineState, FleetVersions
 from schemas.table import Stream
 from schemas.training import StepCommit
-from services.consume import fold
+from services.bus import Item
+from services.consume import events, fold
+from services.dead_letters import pass_over
 from services.ownership import Ownership, owned
+from services.pull import Damaged
 from services.runtime import ServiceContext
 from services.tracing import span
 
@@ -72,10 +75,12 @@ class Synchronizer:
     async def follow_steps(self) -> None:
         """Stage every committed version in order. What a dead branch committed is passed over; a new incarnation's versions
         are newer than all of the branch that it left."""
-        async for item in fold(self._bus, Stream.TRAIN, "train.step.*", stop=self._context.stop):
-            if item is None:
+        async for event in events(self._bus, Stream.TRAIN, "train.step.*", stop=self._context.stop):
+            if isinstance(event, Damaged):
+                await pass_over(self._bus, event)
+            if not isinstance(event, Item):
                 continue
-            commit = item.decode(StepCommit)
+            item, commit = event, event.decode(StepCommit)
             newest = self._chain.newest
             known = (commit.incarnation, commit.version) <= (newest.incarnation, newest.version)
             if not self._chain.line.add(commit) or known:

@@ -97,12 +97,14 @@ class Groups:
             holder = Holder(rollouter=self._stage.rollouter, claim=0)
             slots = [Slot(number=n, log=SlotLog(self._stage.bus, lease.group, n, holder)) for n in range(lease.group_size)]
             await self._play_slots(lease, slots)
-        elif await self._missing_slots(lease):
-            past = await self._claims.past(lease.group)
-            async with self._alone_if_suspect(lease.group, past):
-                claim = await self._claims.next(lease.group, past)
-                self._held[lease.group] = claim
-                await self._take_over(lease, past, Holder(rollouter=self._stage.rollouter, claim=claim))
+        else:
+            if await self._missing_slots(lease):
+                past = await self._claims.past(lease.group)
+                async with self._alone_if_suspect(lease.group, past):
+                    claim = await self._claims.next(lease.group, past)
+                    self._held[lease.group] = claim
+                    await self._take_over(lease, past, Holder(rollouter=self._stage.rollouter, claim=claim))
+            await self._stage.sandboxes.close_group(lease.group)  # what a lost holder never came to name in the journal
         self._held.pop(lease.group, None)
 
     async def release(self, group: str, reason: str) -> None:

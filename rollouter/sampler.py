@@ -17,7 +17,7 @@ from rollouter.curriculum import UNIFORM, CurriculumSettings, Outcomes, draw, se
 from rollouter.evaluation import EvalBook, EvalSettings, Point, current_point, plan
 from schemas.group import ReadyGroup
 from schemas.lease import GroupLease, Purpose, TaskStream, ordinal_of
-from schemas.ledger import BatchEntry, LedgerEntry
+from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry
 from schemas.policy import FleetVersions
 from schemas.task import Split
 from schemas.training import EvalResult, StepCommit
@@ -111,6 +111,8 @@ class SamplerState:
             self.consumed += len(entry.groups)
             for member in entry.groups:
                 self._close(member.group)
+        elif isinstance(entry, AbandonEntry) and isinstance(entry.step, int):
+            self.consumed -= 1  # lost out of a batch, whose step is taken without it: none is leased in its place
         else:
             self.turned_away += 1
             self._close(entry.group)

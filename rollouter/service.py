@@ -66,7 +66,14 @@ class Rollouter:
         self._hand_back = asyncio.Event()
         self._agents: dict[bytes, Agent] = {}
         self.generation = Generation(context.bus, requester, config.rollout.generate_timeout_s, context.health)
-        self.sandboxes = Sandboxes(context.bus, requester, config.rollout.sandbox_timeout_s, context.health)
+        self.sandboxes = Sandboxes(
+            context.bus,
+            requester,
+            config.rollout.sandbox_timeout_s,
+            context.health,
+            silent_s=config.rollout.sandbox_silent_s,
+            heartbeat_s=config.telemetry.heartbeat_s,
+        )
         stage = Stage(
             bus=context.bus,
             generation=self.generation,

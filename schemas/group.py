@@ -80,6 +80,10 @@ class ReadyGroup(Message, frozen=True, kw_only=True, tag="ready"):
     def newest_version(self) -> int:
         return max((s.newest_version for s in self.siblings if s.sampled_tokens), default=-1)
 
+    def siblings_by_slot(self) -> list[Sibling]:
+        """The siblings, by slot."""
+        return sorted(self.siblings, key=lambda sibling: sibling.slot)
+
     def rewards(self) -> tuple[float | None, ...]:
         """Rewards by slot; `None` where the sibling is censored."""
         return tuple(s.reward for s in sorted(self.siblings, key=lambda s: s.slot))

@@ -102,6 +102,9 @@ class AbandonEntry(Message, frozen=True, kw_only=True, tag="abandon"):
     settings_hash: str
     demand_seq: int | msgspec.UnsetType = msgspec.UNSET  # TRAIN sequence of the demand that met it; unset: closed beside any
     lost: LostItem | msgspec.UnsetType = msgspec.UNSET  # the evidence, where READY does not tell of the loss
+    step: int | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # of the batch out of which it was lost, as the step's commit says; unset: none
 
 
 LedgerEntry = BatchEntry | QuarantineEntry | AbandonEntry

@@ -45,10 +45,14 @@ class Lineage:
         """See the function of this name."""
         return on_line(self.branches(), incarnation, version)
 
-    def commit_of(self, step: int) -> StepCommit | None:
-        """The step's commit on the line, if it was published."""
-        makers = [0, *(branch.incarnation for branch in self.branches() if branch.version <= step)]
-        return self._commits.get((max(makers), step))
+    def maker_of(self, step: int, up_to: int | None = None) -> int:
+        """The incarnation that made the step on the line, as it stood in incarnation `up_to` (none: as it stands now)."""
+        later = (branch for branch in self.branches() if branch.version <= step)
+        return max((branch.incarnation for branch in later if up_to is None or branch.incarnation <= up_to), default=0)
+
+    def commit_of(self, step: int, up_to: int | None = None) -> StepCommit | None:
+        """The step's commit on the line, if it was published; `up_to` as in `maker_of`."""
+        return self._commits.get((self.maker_of(step, up_to), step))
 
     def began_with(self, commit: StepCommit) -> bool:
         """Whether this commit is the first of an incarnation after the first, so that it brings an anchor and not a patch."""

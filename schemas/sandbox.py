@@ -61,11 +61,15 @@ class SandboxAttach(Message, frozen=True, kw_only=True, tag="sbx_attach"):
 
 
 class SandboxCleanup(Message, frozen=True, kw_only=True, tag="sbx_cleanup"):
-    """Remove a sandbox whose episode was given up."""
+    """Remove a sandbox whose episode was given up; or, by `group`, every one that is left of a group whose episodes are sealed.
+
+    The host makes no sandbox for that group any more: whoever still asks has lost it.
+    """
 
     command_id: str
     requester: str
-    sandbox: str
+    sandbox: str  # empty with `group`
+    group: str = ""
 
 
 class SandboxResult(Message, frozen=True, kw_only=True, tag="sbx_result"):

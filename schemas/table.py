@@ -74,7 +74,9 @@ class StreamSpec:
 class ConsumerSpec:
     """A durable work consumer. `{x}` in name and filter is the instance. Acks are flow control; effects are once-only writes.
 
-    `ack` says when: `after_publish` = after the downstream publishes are confirmed. `watchers` may see how far it has come.
+    Whoever works on a message says so every quarter of `ack_wait_s`. That time is about the worker's death and not the work's
+    length: a few heartbeats, with room for some that come seconds late on a busy machine. `ack` says when: `after_publish` =
+    after the downstream publishes are confirmed. `watchers` may see how far it has come.
     """
 
     name: str
@@ -201,7 +203,7 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
         stream=Stream.TASKS,
         filter="task.lease.*",
         role=R.ROLLOUTER,
-        ack_wait_s=20.0,
+        ack_wait_s=12.0,
         max_ack_pending=4096,
         watchers=(R.BANK,),
     ),
@@ -210,22 +212,22 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
         stream=Stream.EPISODES,
         filter="episode.*.*",
         role=R.VERIFIER,
-        ack_wait_s=60.0,
+        ack_wait_s=20.0,
         max_ack_pending=256,
         watchers=(R.BANK,),
     ),
     ConsumerSpec(
-        name="engine-{x}", stream=Stream.GEN, filter="gen.req.{x}", role=R.ENGINE, ack_wait_s=30.0, max_ack_pending=4096
+        name="engine-{x}", stream=Stream.GEN, filter="gen.req.{x}", role=R.ENGINE, ack_wait_s=15.0, max_ack_pending=4096
     ),
     ConsumerSpec(
-        name="genout-{x}", stream=Stream.GEN, filter="gen.out.{x}", role=R.ROLLOUTER, ack_wait_s=30.0, max_ack_pending=4096
+        name="genout-{x}", stream=Stream.GEN, filter="gen.out.{x}", role=R.ROLLOUTER, ack_wait_s=15.0, max_ack_pending=4096
     ),
     ConsumerSpec(
         name="sbxany-{lane}",
         stream=Stream.SBX,
         filter="sbx.req.{lane}.any",
         role=R.SANDBOX,
-        ack_wait_s=30.0,
+        ack_wait_s=15.0,
         max_ack_pending=1024,
     ),
     ConsumerSpec(
@@ -233,11 +235,11 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
         stream=Stream.SBX,
         filter="sbx.req.{lane}.{x}",
         role=R.SANDBOX,
-        ack_wait_s=30.0,
+        ack_wait_s=15.0,
         max_ack_pending=1024,
     ),
     ConsumerSpec(
-        name="sbxout-{x}", stream=Stream.SBX, filter="sbx.out.{x}", role=R.ROLLOUTER, ack_wait_s=30.0, max_ack_pending=4096
+        name="sbxout-{x}", stream=Stream.SBX, filter="sbx.out.{x}", role=R.ROLLOUTER, ack_wait_s=15.0, max_ack_pending=4096
     ),
 )
 

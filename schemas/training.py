@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from schemas.ledger import LostItem
 from schemas.message import Message
 
 
@@ -44,10 +45,18 @@ class ObjectRef(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
+class LostGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group of the step's batch that was not trained on, since the store no longer had `item`. It is decided once."""
+
+    group: str
+    item: LostItem
+
+
 class StepCommit(Message, frozen=True, kw_only=True, tag="step"):
     """Step `step` is committed: these groups made policy `version` out of `version - 1`. Written after the checkpoint.
 
     The first commit of a later incarnation starts from a version of the line that it left, and its one object is an anchor.
+    A step whose every group was lost has no groups and no optimizer step, and its weights are those before it.
     """
 
     run: str
@@ -69,6 +78,16 @@ class StepCommit(Message, frozen=True, kw_only=True, tag="step"):
     train_s: float = 0.0
     publish_s: float = 0.0
     finished_ns: int = 0
+    lost: tuple[LostGroup, ...] | msgspec.UnsetType = msgspec.UNSET  # in the batch's order; unset: none
+
+    def left_out(self) -> tuple[LostGroup, ...]:
+        """`lost`, empty where it is unset."""
+        return () if isinstance(self.lost, msgspec.UnsetType) else self.lost
+
+    def stands_on(self, batch: tuple[str, ...]) -> bool:
+        """Whether the step trained on this batch: on all of its groups, in its order, but for those that it names as lost."""
+        lost = {left.group for left in self.left_out()}
+        return lost <= set(batch) and self.groups == tuple(group for group in batch if group not in lost)
 
 
 class SplitScore(msgspec.Struct, frozen=True, kw_only=True):

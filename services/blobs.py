@@ -96,6 +96,15 @@ async def get(bus: Bus, reference: ObjectRef, *, timeout_s: float = 60.0) -> byt
     return data
 
 
+async def find(bus: Bus, name: str) -> ObjectRef | None:
+    """The reference to an object of which only the name is known; `None` when there is none."""
+    meta = await _meta(bus, name)
+    if meta is None:
+        return None
+    raw = base64.urlsafe_b64decode(meta.digest.removeprefix("SHA-256="))
+    return ObjectRef(name=name, digest=raw.hex(), size_bytes=meta.size)
+
+
 async def remove(bus: Bus, name: str) -> bool:
     """Free an object's space; says whether it was there.
 

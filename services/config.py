@@ -94,6 +94,9 @@ class Rollout(_Section):
     sandbox_timeout_s: float = Field(
         120.0, gt=0, description="Wait for one sandbox result before the episode is an infrastructure abort"
     )
+    sandbox_silent_s: float = Field(
+        10.0, gt=0, description="Silence of a sandbox host after which nobody waits for it any more; at least three heartbeats"
+    )
     observation_chars: int = Field(160, ge=16, description="Characters of a command's output that the agent sees")
     inline_state_bytes: int = Field(
         512 * 1024, ge=0, description="Terminal states up to this size travel inline, larger by reference"

@@ -81,6 +81,11 @@ class Ownership:
         """Whether this process has become the owner; before an effect, ask `confirm`."""
         return self._record is not None
 
+    @property
+    def certain(self) -> bool:
+        """Whether `confirm` would return at once."""
+        return self.held and time.monotonic() - self._confirmed_s <= self._ttl_s * 2 / 3
+
     async def hold(self, ended: asyncio.Event) -> None:
         """Stand by, own, and release, until `ended`. Raises `Fenced` when another owner is there, `BusError` when cut off."""
         if not await self._acquire(ended):
@@ -103,7 +108,7 @@ class Ownership:
         """Return while this process is the owner for certain; after another where the last is old. Raises as `hold`."""
         if self._record is None:
             raise Fenced(f"{self._context.role} {self._context.instance}: {self._lost}")
-        if time.monotonic() - self._confirmed_s > self._ttl_s * 2 / 3:
+        if not self.certain:
             await self._renew()
 
     # -- becoming the owner --------------------------------------------------------------------------------------------------
@@ -179,6 +184,7 @@ class Ownership:
                 except _Unanswered as error:
                     if time.monotonic() - silent_since > self._settings.cut_off_s:
                         reason = f"no renewal for {self._settings.cut_off_s:g} s ({error}); another one may own the role by now"
+                        self._lost = reason  # also for those that wait for this renewal
                         raise BusError(f"{self._context.role} {self._context.instance}: {reason}") from error
                     await asyncio.sleep(_LOOK_EVERY_S)
                     continue

@@ -77,6 +77,8 @@ class Tally:
             case AbandonEntry():
                 self.abandoned_by[str(message.reason)] = self.abandoned_by.get(str(message.reason), 0) + 1
                 self._abandoned.add(time_ns)
+                if isinstance(message.step, int):  # lost out of a batch
+                    self._consumed.add(time_ns, -1)
                 if not message.ready_seq:
                     self._closed_unready.add(time_ns)
             case StepCommit():

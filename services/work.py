@@ -33,6 +33,7 @@ from services.pull import (
 
 log = structlog.get_logger()
 _DAMAGE_RETRY_S = 5.0
+_HEARTBEATS = 4  # of a message in work within its `ack_wait_s`: two may be late or lost
 _MAX_TRIES = 20  # deliveries of a whole message whose handler keeps failing over something else
 
 
@@ -229,7 +230,7 @@ class WorkConsumer:
 
     async def _keep(self, message: Msg) -> None:
         while True:
-            await asyncio.sleep(self.spec.ack_wait_s / 3)
+            await asyncio.sleep(self.spec.ack_wait_s / _HEARTBEATS)
             await acknowledge(message, b"+WPI")
 
 

@@ -16,15 +16,16 @@ from conftest import NatsServer
 from damage import flip_bit
 
 from admission.audit import audit
+from admission.losses import loss_entry
 from loadtests.audit_speed import SyntheticRun, write
 from schemas.codec import decode_any, digest, encode
 from schemas.dead_letter import DeadLetter, DeadReason
 from schemas.group import ReadyGroup
 from schemas.lease import GroupLease
-from schemas.ledger import AbandonEntry, BatchEntry, QuarantineEntry
+from schemas.ledger import AbandonEntry, BatchEntry, LostItem, QuarantineEntry
 from schemas.policy import WeightsManifest
 from schemas.table import Role, Stream, Subjects
-from schemas.training import StepCommit
+from schemas.training import LostGroup, StepCommit
 from services.audit import CheckpointFact, Evidence, Unusable
 from services.bus import Bus
 from services.config import Config, check, to_toml
@@ -201,6 +202,95 @@ def garbage_in_the_ledger(found: Evidence) -> None:
 
 def garbage_that_nobody_kept(found: Evidence) -> None:
     found.unusable.append(Unusable(Stream.EPISODES, 900, "hr.audited.episode.g00000059.0", "not a message"))
+
+
+def leave_out(found: Evidence, step: int, *, item: LostItem | None = None, ledger: bool = True) -> str:
+    """The step's first group was lost before it could be fetched; the record says so everywhere. Gives the group."""
+    seq, commit = found.steps[step]
+    _, batch = found.ledger[place_of(found, step)]
+    member = batch.groups[0]
+    sibling = found.ready[member.ready_seq - 1][1].siblings[0]
+    lost = item or LostItem("EPISODES", sibling.episode_seq, sibling.episode_digest)
+    left = (LostGroup(member.group, lost),)
+    found.steps[step] = (seq, msgspec.structs.replace(commit, groups=commit.groups[1:], lost=left))
+    found.episodes.pop(sibling.episode_seq)
+    fact = found.checkpoints.pop()
+    consumed = tuple(group for group in fact.consumed if group != member.group)
+    found.checkpoints.append(CheckpointFact(**{**_fields(fact), "consumed": consumed}))
+    if ledger:
+        entry = loss_entry(RUN, member.group, "files", member.ready_seq, lost, batch.settings_hash, step=step)
+        found.ledger.append((found.ledger[-1][0] + 1, entry))
+    return str(member.group)
+
+
+def test_a_group_that_its_step_could_not_fetch_is_no_contradiction() -> None:
+    """Its commit, its abandonment and the checkpoint leave it out; it counts once."""
+    found = evidence()
+    leave_out(found, 1)
+    leave_out(found, 2)
+    assert broken(found) == []
+    assert "consumed 46 + quarantined (stale 6) + abandoned (lost_item 2)" in audit(found)[0].note
+    late = evidence()
+    leave_out(late, len(late.steps) - 1, ledger=False)
+    newest = max(entry.demand_seq for _, entry in late.ledger if isinstance(entry.demand_seq, int))
+    assert late.steps[-1][0] >= newest, "nothing was decided after it"
+    assert broken(late) == [], "admission has not come to it yet"
+
+
+def left_out_of_another_item(found: Evidence) -> None:
+    leave_out(found, 1, item=LostItem("EPISODES", 1, found.episodes[1]))
+
+
+def left_out_and_not_abandoned(found: Evidence) -> None:
+    leave_out(found, 1, ledger=False)
+
+
+def left_out_in_silence(found: Evidence) -> None:
+    leave_out(found, 1)
+    change(found, "steps", 1, lost=msgspec.UNSET)
+
+
+def abandoned_and_trained(found: Evidence) -> None:
+    trained = found.steps[1][1].groups
+    leave_out(found, 1)
+    change(found, "steps", 1, groups=trained, lost=msgspec.UNSET)
+
+
+def trained_again_later(found: Evidence) -> None:
+    group = leave_out(found, 1)
+    change(found, "steps", 3, groups=(group, *found.steps[3][1].groups[1:]))
+
+
+def abandoned_for_another_item(found: Evidence) -> None:
+    leave_out(found, 1)
+    found.ledger[-1] = (
+        found.ledger[-1][0],
+        msgspec.structs.replace(found.ledger[-1][1], lost=LostItem("EPISODES", 1, found.episodes[1])),
+    )
+
+
+def taken_out_of_another_batch(found: Evidence) -> None:
+    leave_out(found, 1)
+    found.ledger[-1] = (found.ledger[-1][0], msgspec.structs.replace(found.ledger[-1][1], step=2))
+
+
+@pytest.mark.parametrize(
+    ("damage", "check"),
+    [
+        (left_out_of_another_item, "lost groups are left out"),
+        (left_out_and_not_abandoned, "lost groups are left out"),
+        (left_out_in_silence, "steps follow the ledger"),
+        (abandoned_and_trained, "lost groups are left out"),
+        (trained_again_later, "lost groups are left out"),
+        (abandoned_for_another_item, "lost groups are left out"),
+        (taken_out_of_another_batch, "groups are conserved"),
+    ],
+)
+def test_nothing_looser_than_that_is_accepted(damage: Callable[[Evidence], None], check: str) -> None:
+    found = evidence()
+    damage(found)
+    findings = broken(found)
+    assert check in {name for name, _, _ in findings}, findings
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from conftest import eventually
 from keyed_server import KeyedServer
 
 from admission.presence import lost_items
+from schemas import table
 from schemas.arrays import Array
 from schemas.codec import digest, encode
 from schemas.dead_letter import DeadLetter, DeadReason
@@ -175,12 +177,13 @@ async def test_a_handler_may_refuse_for_good(nats_url: str, run_name: str) -> No
         await worker.end()
 
 
-@pytest.mark.slow
 async def test_a_message_that_ends_its_worker_at_every_delivery_is_refused_in_the_end(
     nats_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A poison message must not crash one worker after the other for ever."""
     monkeypatch.setattr("services.work._MAX_TRIES", 3)
+    soon = tuple(replace(row, ack_wait_s=1.0) if row.name == "engine-{x}" else row for row in table.CONSUMERS)
+    monkeypatch.setattr(table, "CONSUMERS", soon)  # a delivery that nobody keeps comes back
     async with connected(nats_url, run_name, Role.ENGINE, "e0") as bus:
         await bus.publish(bus.subjects.generate("e0"), request(0))
         seen = 0

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from admission.assembly import Assembly, decide
 from admission.conservation import account
 from admission.gates import GateSettings
+from admission.losses import loss_entry
 from rollouter.evaluation import EvalSettings
 from rollouter.sampler import Plan, SamplerSettings, SamplerState, Wait, next_action
 from schemas.group import ReadyGroup, Sibling
 from schemas.lease import GroupLease
-from schemas.ledger import BatchEntry, LedgerEntry, QuarantineEntry
+from schemas.ledger import BatchEntry, BatchGroup, LedgerEntry, LostItem, QuarantineEntry
 from schemas.policy import FleetVersions
 from schemas.training import BatchDemand, EvalResult, StepCommit
 
@@ -319,3 +320,29 @@ def test_a_lease_told_twice_or_late_changes_nothing() -> None:
     state.lease(make_lease(0))
     state.lease(make_lease(0))
     assert (state.leased, state.next_ordinal, state.open_groups()) == (1, 1, ("g00000000",))
+
+
+def test_a_group_that_is_lost_out_of_its_batch_is_not_replaced() -> None:
+    """Its batch's step is taken without it, so a group leased in its place would have no step to go to."""
+    state = SamplerState()
+    for ordinal in range(2):
+        state.lease(make_lease(ordinal))
+    members = tuple(BatchGroup(group=f"g{n:08d}", ready_seq=n + 1, oldest_version=0, newest_version=0, lag=0) for n in range(2))
+    batch = BatchEntry(
+        run="t",
+        step=0,
+        version=0,
+        incarnation=0,
+        groups=members,
+        ready_high_water=2,
+        demand_seq=1,
+        settings_hash="s",
+        max_lag=0,
+    )
+    state.entry(1, batch)
+    lost = LostItem("READY", 1, "")
+    state.entry(2, loss_entry("t", "g00000000", "files", 1, lost, "s", step=0))
+    assert (state.consumed, state.turned_away, state.promised(), state.open_groups()) == (1, 0, 2, ())
+    state.lease(make_lease(2))
+    state.entry(3, loss_entry("t", "g00000002", "files", 0, lost, "s"))
+    assert (state.turned_away, state.promised()) == (1, 2), "one that was in no batch is"

@@ -316,6 +316,20 @@ async def test_a_slot_has_one_sandbox_that_of_its_newest_attempt(executor: Execu
     await executor.reset("late", FILES, owner="g1/0/1")  # nothing newer lives here any more
 
 
+async def test_a_group_that_has_ended_leaves_no_sandbox_and_gets_none(executor: Executor) -> None:
+    for name, owner in (("a", "g1/0/0"), ("b", "g1/3/2"), ("other", "g11/0/0"), ("unowned", "")):
+        await executor.reset(name, FILES, owner=owner)
+    assert set(await executor.close_group("g1")) == {"a", "b"}
+    assert executor.status().sandboxes == 2
+    with pytest.raises(SandboxLost, match="all episodes of g1 are sealed"):
+        await executor.run("a", "c", "true")
+    with pytest.raises(SandboxConflict, match="all episodes of g1 are sealed"):
+        await executor.reset("late", FILES, owner="g1/3/3")
+    assert await executor.close_group("g1") == ()
+    for name in ("other", "unowned"):
+        assert (await executor.run(name, "c", "true")).exit_code == 0
+
+
 async def test_results_survive_an_orderly_restart(root: str) -> None:
     async with started(root) as executor:
         await executor.reset("s", FILES)

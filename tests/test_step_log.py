@@ -8,8 +8,10 @@ from admission_stage import connected
 from test_lineage import commit as plain_commit
 
 from schemas.codec import encode
+from schemas.ledger import LostItem
+from schemas.policy import WeightsManifest
 from schemas.table import Role
-from schemas.training import Branch, StepCommit
+from schemas.training import Branch, LostGroup, StepCommit
 from services.bus import Bus, Fenced
 from trainer.checkpoint import Commit
 from trainer.step_log import StepLog
@@ -90,6 +92,9 @@ async def test_an_outcome_is_named_by_what_was_published(nats_url: str, run_name
         assert log.incarnation_of(2, "anything") == 0, "a step that nobody published"
         assert log.incarnation_of(1, "d0.2") == 0
         assert log.incarnation_of(1, "other") == 1
+        trained = commit(1).groups
+        assert log.incarnation_of(1, "d0.2", trained) == 0
+        assert log.incarnation_of(1, "d0.2", (*trained, "g")) == 1, "the same bits of other groups are another step"
         await log.announce(commit(1, 1, after="d0.1"))
         assert log.incarnation_of(1, "d1.2") == 1 and log.incarnation_of(2, "anything") == 1
         assert log.incarnation_of(1, "d0.2") == 2, "the bits of a dead branch do not bring it back"
@@ -109,3 +114,33 @@ async def test_a_trainer_that_was_overtaken_cannot_publish(nats_url: str, run_na
         await old.announce(commit(2))
         with pytest.raises(Fenced):
             await new.announce(msgspec.structs.replace(commit(2), digest="other"))
+
+
+async def test_a_step_whose_commit_is_lost_is_known_by_what_names_it_besides(nats_url: str, run_name: str) -> None:
+    """Invariant 5: the next commit starts from its digest, and the manifest of its version has it. Others get another name."""
+    async with connected(nats_url, run_name, Role.TRAINER) as bus:
+        await bus.store(bus.subjects.step(1), b"not a commit", {})
+        log = await published(bus, commit(0), commit(2))
+        assert bus.alarms["unreadable"] == 1, "it is named, and nobody stops"
+        assert [log.digest_of(version) for version in range(5)] == [BASE, "d0.1", "d0.2", "d0.3", ""]
+        assert (log.incarnation_of(1, "d0.2"), log.incarnation_of(1, "other")) == (0, 1)
+        assert log.refusal(record(commit(1)), 1) == "" and log.unannounced(record(commit(1))) == commit(1)
+        link = WeightsManifest(
+            run=run_name, version=4, incarnation=0, digest="d0.4", form="patch", base_version=3, base_digest="d0.3", objects=()
+        )
+        await bus.publish_once(bus.subjects.staged(4), link)
+        again = StepLog(bus, BASE)
+        await again.read()
+        assert (again.incarnation_of(3, "d0.4"), again.incarnation_of(3, "other")) == (0, 1)
+        await again.announce(commit(1))
+        assert again.line.commit_of(1) == commit(1)
+
+
+async def test_what_a_published_step_left_out_stays_left_out(nats_url: str, run_name: str) -> None:
+    """On whichever line it was decided; the first word counts."""
+    async with connected(nats_url, run_name, Role.TRAINER) as bus:
+        first, later = LostItem("EPISODES", 7, "d"), LostItem("READY", 2, "")
+        left = msgspec.structs.replace(commit(1), lost=(LostGroup("g1", first),))
+        again = msgspec.structs.replace(commit(1, 1, after="d0.1"), lost=(LostGroup("g1", later), LostGroup("g2", later)))
+        log = await published(bus, commit(0), left, again)
+        assert log.lost_of(0) == {} and log.lost_of(1) == {"g1": first, "g2": later}

@@ -13,6 +13,7 @@ import pytest
 from admission.gates import Abandon, GateSettings, judge
 from rollouter.generation import ENGINE_WAIT_S, MAX_ISSUES
 from schemas.attempts import AttemptEnded, AttemptOpened
+from schemas.health import Heartbeat
 from schemas.ledger import AbandonReason
 from schemas.table import CONSUMERS, Role
 from schemas.termination import Termination
@@ -152,6 +153,135 @@ async def test_a_host_that_is_gone_for_good_is_a_reason_to_abandon(
     assert (kept.termination, episode.termination) == (Termination.AGENT_FINISH, Termination.INFRA_ABORT)
     assert [record.reason for record in ended] == ["infra_abort", "infra_abort"] and "x0" in ended[0].detail
     assert decision == Abandon(AbandonReason.INFRA_ABORT, "slot 0: infra_abort")
+
+
+@asynccontextmanager
+async def beating(config: Config, instance: str) -> AsyncIterator[ServiceContext]:
+    """A rollouter in this process that sends its heartbeats."""
+    async with rollouter(config, instance) as context:
+        beat = asyncio.create_task(context.health.beat(context.stop))
+        yield context
+        context.stop.set()
+        await beat
+
+
+async def test_nobody_waits_for_a_silent_host_until_the_deadline_of_its_answer(
+    nats_url: str, run_name: str, sandbox_root: str, tmp_path: Path
+) -> None:
+    """Invariant 11. The answer's deadline lies far beyond this test; the host is named, the next attempt is on another one."""
+    config = configuration(
+        nats_url,
+        run_name,
+        sandbox={"root": sandbox_root},
+        rollout={"sandbox_timeout_s": 10 * PATIENCE_S, "sandbox_silent_s": 3.0},
+        telemetry={"heartbeat_s": 0.5},
+    )
+    one = lease(config, 0, TASKS[0], size=2)
+
+    def speak(ask: Ask) -> Words:
+        if ask.slot == 1 or ask.attempt:
+            return say("finish")
+        return say("shell", "sleep 600")
+
+    async with without_sandboxes(config, ScriptedEngine("e0", speak)) as observer:
+        bus = observer.bus
+        async with beating(config, "r0") as context:
+            with child(Role.SANDBOX, "x0", config, tmp_path) as host:
+                await host.ready()
+                await bus.publish_once(bus.subjects.lease(0), one)
+                kept = await sealed(bus, one.group, 1)
+                await journalled(bus, one.group, 0, 0)
+                host.send(signal.SIGKILL)
+                await host.killed()
+            with child(Role.SANDBOX, "x1", config, tmp_path):
+                episode = await sealed(bus, one.group, 0)
+                assert context.health.counters["sandbox_hosts_gone"] == 1
+                assert context.health.counters["sandbox_hosts_given_up"] == 1
+        ended = [record for record in await records_of(bus, one.group, 0) if isinstance(record, AttemptEnded)]
+    assert (kept.executor, episode.executor, episode.attempt) == ("x0", "x1", 1)
+    assert [(record.reason, record.attempt) for record in ended] == [("infra_abort", 0)]
+    assert "sandbox host x0 is silent for 3 s" in ended[0].detail
+
+
+async def test_a_host_that_is_silent_for_less_goes_on_with_its_sandboxes(
+    nats_url: str, run_name: str, sandbox_root: str, tmp_path: Path
+) -> None:
+    config = configuration(
+        nats_url,
+        run_name,
+        sandbox={"root": sandbox_root},
+        rollout={"sandbox_timeout_s": PATIENCE_S, "sandbox_silent_s": PATIENCE_S},
+        telemetry={"heartbeat_s": 0.3},
+    )
+    one = lease(config, 0, TASKS[0], size=1, slot_retries=0)
+    still = asyncio.Event()
+    beats: set[int] = set()
+
+    async def missing() -> bool:
+        """Six heartbeats of the rollouter have been stored since the host was stopped."""
+        item = await bus.last(bus.subjects.service_heartbeat(Role.ROLLOUTER, "r0"))
+        beats.add(0 if item is None else item.seq)
+        return len(beats) > 6
+
+    async def speak(ask: Ask) -> Words:
+        if ask.turn == 1:
+            await still.wait()
+        return say("finish") if ask.turn == 2 else say("shell", f"echo {ask.turn} >> log; cat log")
+
+    async with without_sandboxes(config, ScriptedEngine("e0", speak)) as observer:
+        bus = observer.bus
+        async with beating(config, "r0") as context:
+            with child(Role.SANDBOX, "x0", config, tmp_path) as host:
+                await host.ready()
+                await bus.publish_once(bus.subjects.lease(0), one)
+                await journalled(bus, one.group, 0, 0)
+                host.send(signal.SIGSTOP)
+                still.set()
+                await eventually("several of its heartbeats are missing", missing, PATIENCE_S)
+                host.send(signal.SIGCONT)
+                episode = await sealed(bus, one.group, 0)
+                assert not context.health.counters.get("infra_aborts")
+        turns = await check_journal(bus, one, episode)
+    assert (episode.attempt, episode.termination) == (0, Termination.AGENT_FINISH)
+    assert turns[2].previous is not None and turns[2].previous.observation == b"0\n1\n"
+
+
+async def test_what_a_lost_rollouter_left_unnamed_goes_with_its_group(
+    nats_url: str, run_name: str, sandbox_root: str, tmp_path: Path
+) -> None:
+    """It died between the reset and the journal, so nobody knows the sandbox; the slot then went on, on another host."""
+    config = configuration(nats_url, run_name, sandbox={"root": sandbox_root}, telemetry={"heartbeat_s": 0.5})
+    one = lease(config, 0, TASKS[0], size=2)
+
+    async with without_sandboxes(config, ScriptedEngine("e0", lambda ask: say("finish"))) as observer:
+        bus = observer.bus
+
+        async def counters(host: str) -> dict[str, float]:
+            beat = await bus.last(bus.subjects.service_heartbeat(Role.SANDBOX, host))
+            return {} if beat is None else beat.decode(Heartbeat).counters
+
+        with child(Role.SANDBOX, "x0", config, tmp_path) as host:
+            await host.ready()
+            with child(Role.ROLLOUTER, "r0", config, tmp_path, "reset") as first:
+                await bus.publish_once(bus.subjects.lease(0), one)
+                await first.killed()
+
+            async def orphaned() -> bool:
+                return (await counters("x0")).get("sandboxes", 0) >= 1
+
+            await eventually("the orphan", orphaned, PATIENCE_S)
+            host.send(signal.SIGSTOP)
+            with child(Role.SANDBOX, "x1", config, tmp_path):
+                async with rollouter(config, "r1"):
+                    episode = await sealed(bus, one.group, 0)
+                    host.send(signal.SIGCONT)
+
+                    async def gone() -> bool:
+                        found = await counters("x0")
+                        return found.get("orphans_removed", 0) >= 1 and found.get("sandboxes") == 0
+
+                    await eventually("the orphan is removed, long before its idle limit", gone, PATIENCE_S)
+    assert (episode.executor, episode.termination) == ("x1", Termination.AGENT_FINISH)
 
 
 async def test_a_takeover_from_a_host_that_is_gone_begins_anew(

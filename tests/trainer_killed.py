@@ -1,4 +1,5 @@
-"""A trainer that kills itself with SIGKILL at a named point of a step: `trainer_killed.py POINT:STEP run trainer …`.
+"""A trainer that kills itself with SIGKILL at a named point of a step, `POINT:STEP`, or stops itself with SIGSTOP,
+`POINT:STEP:stop`.
 
 Points, in the order of a step: `trained` (before anything is stored), `uploading` (chunks of the weights' object stored, its
 meta message not), `stored` (the object is there), `writing` (in the middle of the checkpoint's files), `renamed` (the
@@ -9,20 +10,25 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import services.blobs
 import trainer.checkpoint
 import trainer.service
-from services.cli import main
 from trainer.learner import Learner
 from trainer.step_log import StepLog
 
 
 def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    """Here, at once and once."""
+    global _fatal
+    if _fatal is not None:
+        now, _fatal = _fatal, None
+        os.kill(os.getpid(), now)
+
+
+_fatal: signal.Signals | None = signal.SIGKILL
 
 
 def arm(point: str, step: int) -> None:
@@ -30,9 +36,9 @@ def arm(point: str, step: int) -> None:
     now = {"step": -1}
     train = Learner.train
 
-    def counted(self: Learner, number: int, *rest: Any) -> Any:
+    def counted(self: Learner, number: int, *rest: Any, **named: Any) -> Any:
         now["step"] = number
-        outcome = train(self, number, *rest)
+        outcome = train(self, number, *rest, **named)
         if point == "trained" and number == step:
             die()
         return outcome
@@ -69,8 +75,8 @@ def arm(point: str, step: int) -> None:
     elif point == "renamed":
         commit = trainer.checkpoint.commit
 
-        def committed(*given: Any) -> Any:
-            result = commit(*given)
+        def committed(*given: Any, **named: Any) -> Any:
+            result = commit(*given, **named)
             if now["step"] == step:
                 die()
             return result
@@ -80,7 +86,10 @@ def arm(point: str, step: int) -> None:
         assert point == "trained", point
 
 
-if __name__ == "__main__":
-    where, _, number = sys.argv[1].partition(":")
+def arm_at(text: str) -> None:
+    """`POINT:STEP` or `POINT:STEP:stop`."""
+    global _fatal
+    where, number, *how = text.split(":")
+    if how == ["stop"]:
+        _fatal = signal.SIGSTOP
     arm(where, int(number))
-    sys.exit(main(sys.argv[2:]))

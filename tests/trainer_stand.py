@@ -7,10 +7,10 @@ Admission, param_sync and engines are the real services, as tasks of the test; l
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 from admission_stage import make_lease
 from conftest import eventually
 from tiny_model import VOCABULARY, write_tiny_model
+from trainer_zygote import Zygote
 
 from admission.joining import Bank, episode_fact, verdict_fact
 from schemas.arrays import Array
@@ -63,6 +64,14 @@ def configuration(folder: Path, run: str, url: str, **trainer: Any) -> Config:
     )
 
 
+@functools.cache
+def zygote() -> Zygote:
+    """The process that forks this test process's trainers."""
+    made = Zygote()
+    atexit.register(made.end)
+    return made
+
+
 class TrainerProcess:
     """`headrace run trainer` as a process group of its own, with its log. `killed_at` names a point where it kills itself."""
 
@@ -71,16 +80,11 @@ class TrainerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         file = log.with_suffix(".toml")
         file.write_text(to_toml(config), encoding="utf-8")
-        program = ["-m", "services.cli"] if not killed_at else [str(ROOT / "tests" / "trainer_killed.py"), killed_at]
-        command = [sys.executable, "-W", "ignore", *program, "run", "trainer", "--instance", instance]
-        command += ["--config", str(file), "--nats", url or config.nats.url]
+        arguments = ["run", "trainer", "--instance", instance, "--config", str(file), "--nats", url or config.nats.url]
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         ours = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         environment = {**ours, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", **threads}
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-            )
+        self.process = zygote().fork(arguments, environment, log, killed_at)
 
     def kill(self) -> None:
         """SIGKILL to this process alone."""

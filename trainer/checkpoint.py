@@ -4,6 +4,8 @@ Layout: `<root>/step-00000012/commit.msgpack` beside `state/…` (whatever the t
 folder is fsynced, and one rename makes it visible. The commit record names step, version, consumed groups and ledger position
 together with the size and digest of every file, so a torn or rotten checkpoint is found when it is read, and named. It also
 carries the announcement of its step, so that a crash before the announcement does not leave a step that nobody can publish.
+
+`owner` is the writer's number in `trainer.folder_owner`, which keeps two writers apart; 0 stands for a folder with one writer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from trainer import folder_owner
+
 _COMMIT = "commit.msgpack"
+_REPLACED = ".replaced"
 _NAME = re.compile(r"step-(\d{8})(?:-(\d+))?")
 _CHUNK_BYTES = 4 * 2**20
 FORMAT = 1
@@ -91,40 +96,40 @@ class Latest:
     damaged: tuple[Damage, ...]
 
 
-def prepare(root: str | Path, step: int, incarnation: int = 0) -> Path:
+def prepare(root: str | Path, step: int, incarnation: int = 0, *, owner: int = 0) -> Path:
     """An empty folder beside the checkpoints to write step `step` into; leftovers of interrupted writes are removed.
 
-    There is one writer per root. With several ranks one of them prepares and all write below `state/`.
+    With several ranks one of them prepares and all write below `state/`. Raises `FolderTaken`.
     """
     base = Path(root)
     base.mkdir(parents=True, exist_ok=True)
-    for leftover in base.glob(".partial-*"):
-        shutil.rmtree(leftover)
-    aside = aside_of(base, step, incarnation)
+    folder_owner.check(base, owner)
+    folder_owner.sweep(base, owner)
+    aside = aside_of(base, step, incarnation, owner=owner)
     (aside / "state").mkdir(parents=True)
     return aside
 
 
-def aside_of(root: str | Path, step: int, incarnation: int = 0) -> Path:
+def aside_of(root: str | Path, step: int, incarnation: int = 0, *, owner: int = 0) -> Path:
     """Where `prepare` makes the folder."""
-    return Path(root) / f".partial-{name_of(step, incarnation)}"
+    return Path(root) / folder_owner.partial_name(name_of(step, incarnation), owner)
 
 
-def commit(root: str | Path, aside: Path, record: Commit) -> Checkpoint:
+def commit(root: str | Path, aside: Path, record: Commit, *, owner: int = 0) -> Checkpoint:
     """Seal the files under `aside` with `record` and make them the checkpoint of its step.
 
     Order: fsync the files, write and fsync the record, fsync the folders, rename, fsync the root. A crash at any instruction
     leaves the older checkpoints and at most an invisible partial folder. Raises `CheckpointError` when an intact checkpoint of
-    these weights by as many ranks exists already. One that is damaged, that other ranks wrote, or that holds weights which were
-    never announced, is replaced.
+    these weights by as many ranks exists already, and `FolderTaken`. One that is damaged, that other ranks wrote, or that holds
+    weights which were never announced, is replaced.
     """
     base = Path(root)
     target = base / name_of(record.step, record.incarnation)
+    folder_owner.check(base, owner)
     if target.exists():
         found = verify(target)
         if isinstance(found, Checkpoint) and (found.commit.digest, found.commit.ranks) == (record.digest, record.ranks):
             raise CheckpointError(f"{target}: already committed and intact; a committed step is never written again")
-        shutil.rmtree(target)
     files = tuple(_record(aside, path) for path in sorted(p for p in aside.rglob("*") if p.is_file()))
     full = msgspec.structs.replace(record, files=files)
     body = msgspec.msgpack.encode(full)
@@ -134,8 +139,12 @@ def commit(root: str | Path, aside: Path, record: Commit) -> Checkpoint:
         _sync(path)
     for folder in (*(p for p in aside.rglob("*") if p.is_dir()), aside):
         _sync(folder)
+    folder_owner.check(base, owner)
+    if target.exists():  # into ours: both renames fail once the next owner has put our folder aside
+        target.rename(aside / _REPLACED)
     aside.rename(target)
     _sync(base)
+    shutil.rmtree(target / _REPLACED, ignore_errors=True)
     return Checkpoint(target, full)
 
 
@@ -193,12 +202,12 @@ def latest(root: str | Path, refuse: Callable[[Commit], str] = lambda record: ""
     return Latest(None, tuple(passed_over))
 
 
-def prune(root: str | Path, keep: int) -> tuple[Path, ...]:
+def prune(root: str | Path, keep: int, *, owner: int = 0) -> tuple[Path, ...]:
     """Remove all but the newest `keep` checkpoints; returns what was removed, oldest first.
 
     When none of those is intact, the newest intact one of the older ones stays as well, so that the last good checkpoint is
     never removed. A folder loses its record first, so that an interrupted removal cannot look like a checkpoint.
-    Raises `CheckpointError` for `keep` below 1.
+    Raises `CheckpointError` for `keep` below 1, and `FolderTaken`.
     """
     if keep < 1:
         raise CheckpointError(f"keep: {keep} must be at least 1")
@@ -207,6 +216,7 @@ def prune(root: str | Path, keep: int) -> tuple[Path, ...]:
     if old and not any(isinstance(verify(folder), Checkpoint) for folder in reversed(newest)):
         last_good = next((folder for folder in reversed(old) if isinstance(verify(folder), Checkpoint)), None)
         old = [folder for folder in old if folder != last_good]
+    folder_owner.check(Path(root), owner)
     for folder in old:
         (folder / _COMMIT).unlink(missing_ok=True)
         shutil.rmtree(folder)

@@ -20,12 +20,13 @@ from param_sync.patch.snapshot import Snapshot
 from services.base_weights import snapshot_of
 from services.config import Config
 from services.device import choose_device
-from trainer import checkpoint
+from trainer import checkpoint, folder_owner
 from trainer.batch import TrainRow, padding_row
 from trainer.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
 from trainer.deepspeed_trainer import DeepSpeedTrainer
+from trainer.folder_owner import FolderTaken
 from trainer.metrics import StepMetrics
-from trainer.schedule import mini_batches, schedule
+from trainer.schedule import Schedule, mini_batches, schedule
 
 log = structlog.get_logger()
 
@@ -60,6 +61,7 @@ class Learner:
         self._consumed: list[str] = []
         self._ledger_position = 0
         self._saved_step = 0
+        self._owner = 0
         self._step = 0  # the next one
         self.overdue = False
         base = snapshot_of(config.policy.model)
@@ -91,9 +93,13 @@ class Learner:
             )
         return found.checkpoint
 
-    def restore(self, chosen: checkpoint.Checkpoint | None) -> int:
-        """Continue from the checkpoint that rank 0 has chosen, or from the base; gives the next step."""
-        step, incarnation = self._shared([-1, 0] if chosen is None else [chosen.commit.step, chosen.commit.incarnation])
+    def restore(self, chosen: checkpoint.Checkpoint | None, owner: int = 0) -> int:
+        """Continue from the checkpoint that rank 0 has chosen, or from the base; gives the next step.
+
+        `owner`: rank 0's number in the checkpoint folder.
+        """
+        place = [-1, 0] if chosen is None else [chosen.commit.step, chosen.commit.incarnation]
+        step, incarnation, self._owner = self._shared([*place, owner])
         if step < 0:
             return 0
         folder = self._root / checkpoint.name_of(step, incarnation)
@@ -114,19 +120,18 @@ class Learner:
         log.info("checkpoint restored", step=record.step, version=record.version, digest=record.digest[:12])
         return self._step
 
-    def train(self, step: int, groups: Sequence[Sequence[TrainRow]], names: Sequence[str], ledger_seq: int) -> Outcome:
-        """The batch's optimizer steps. What they made has no name before `name`."""
-        settings = self._config.trainer
+    def train(
+        self, step: int, groups: Sequence[Sequence[TrainRow]], names: Sequence[str], ledger_seq: int, *, lost: int = 0
+    ) -> Outcome:
+        """The batch's optimizer steps. What they made has no name before `name`.
+
+        `lost`: groups of the batch that are not among `groups`. Without any group there is no optimizer step: weights,
+        optimizer and learning rate stay as they are.
+        """
         rows = [row for group in groups for row in group]
-        plan = schedule(
-            source_prompts=len(groups),
-            mini_batch_prompts=settings.mini_batch_groups or len(groups),
-            rows=len(rows),
-            ranks=self._trainer.ranks,
-            epochs=settings.epochs,
-        )
+        plan = self._plan(len(groups), len(rows), lost) if groups else None
         begun = time.monotonic()
-        result = self._trainer.train_batch(mini_batches(rows, plan, padding_row()))
+        result = self._trainer.train_batch(mini_batches(rows, plan, padding_row())) if plan is not None else None
         old, self.snapshot = self.snapshot, self._take(step + 1, self.snapshot.incarnation)
         self._consumed.extend(names)
         self._ledger_position = ledger_seq
@@ -134,10 +139,20 @@ class Learner:
         return Outcome(
             old=old,
             new=self.snapshot,
-            metrics=_flat(result) | {"learn_s": time.monotonic() - begun},
-            tokens=sum(update.tokens for update in result.updates),
-            optimizer_steps=plan.optimizer_steps,
+            metrics=({} if result is None else _flat(result)) | {"learn_s": time.monotonic() - begun},
+            tokens=0 if result is None else sum(update.tokens for update in result.updates),
+            optimizer_steps=0 if plan is None else plan.optimizer_steps,
         )
+
+    def _plan(self, groups: int, rows: int, lost: int) -> Schedule:
+        """As many mini-batches as the whole batch gives, if there are groups for each."""
+        settings, ranks, prompts = self._config.trainer, self._trainer.ranks, groups + lost
+        size = settings.mini_batch_groups or prompts
+        plan = schedule(source_prompts=prompts, mini_batch_prompts=size, rows=rows, ranks=ranks, epochs=settings.epochs)
+        if not lost:
+            return plan
+        count = min(plan.mini_batches, groups)
+        return schedule(source_prompts=count, mini_batch_prompts=1, rows=rows, ranks=ranks, epochs=settings.epochs)
 
     def name(self, outcome: Outcome, incarnation: int) -> Outcome:
         """Put the step's weights under the incarnation that rank 0 decided on; the others' number is not looked at."""
@@ -158,16 +173,18 @@ class Learner:
 
         `announcement`: of this step, published only afterwards. Raises `NotWritten` with the reason when the disk does not take
         it and there is one rank; of several, the others would be left waiting in the middle of it, so any error is the end.
+        Raises `FolderTaken` when another trainer has the folder by now.
         """
         if self._step == self._saved_step:
             return
         self.overdue = True
-        aside = checkpoint.aside_of(self._root, self._step - 1, self.snapshot.incarnation)
+        aside = checkpoint.aside_of(self._root, self._step - 1, self.snapshot.incarnation, owner=self._owner)
         try:
             self._write(aside, announcement)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            if self._trainer.ranks > 1 or isinstance(error, checkpoint.CheckpointError):
+            if self._trainer.ranks > 1 or isinstance(error, (checkpoint.CheckpointError, FolderTaken)):
                 raise
+            folder_owner.check(self._root, self._owner)  # then it was no full disk
             shutil.rmtree(aside, ignore_errors=True)
             free = shutil.disk_usage(self._root).free
             raise checkpoint.NotWritten(f"{aside.name} was not written, {free} bytes are free: {error}") from error
@@ -177,7 +194,7 @@ class Learner:
         last = self._step - 1
         main = self._trainer.rank == 0
         if main:
-            checkpoint.prepare(self._root, last, self.snapshot.incarnation)
+            checkpoint.prepare(self._root, last, self.snapshot.incarnation, owner=self._owner)
         self._barrier()
         self._trainer.save_state(aside / "state")
         if main:
@@ -193,8 +210,8 @@ class Learner:
                 written_ns=time.time_ns(),
                 announcement=announcement,
             )
-            checkpoint.commit(self._root, aside, record)
-            checkpoint.prune(self._root, self._config.trainer.keep_checkpoints)
+            checkpoint.commit(self._root, aside, record, owner=self._owner)
+            checkpoint.prune(self._root, self._config.trainer.keep_checkpoints, owner=self._owner)
         self._barrier()
 
     def agree(self, ready: bool) -> bool:
@@ -204,6 +221,14 @@ class Learner:
         flag = torch.tensor([1 if ready else 0], device=self._trainer.device.torch_device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
+
+    def agree_on(self, marks: Sequence[int]) -> list[int]:
+        """The highest mark that any rank gives each place, on every rank."""
+        if self._trainer.ranks == 1:
+            return list(marks)
+        shared = torch.tensor(list(marks), dtype=torch.int64, device=self._trainer.device.torch_device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return [int(mark) for mark in shared.tolist()]
 
     def close(self) -> None:
         self._trainer.close()

@@ -183,6 +183,13 @@ class Executor:
         await asyncio.shield(closing)
         return CleanupResult(sandbox_id=sandbox_id, existed=True)
 
+    async def close_group(self, group: str) -> tuple[str, ...]:
+        """Remove every sandbox of a group whose episodes are sealed, and make none for it any more. Returns their ids."""
+        left = self._owners.close(group)
+        for sandbox_id in left:
+            await self.cleanup(sandbox_id, f"all episodes of {group} are sealed")
+        return left
+
     async def reap_idle(self) -> tuple[str, ...]:
         """Remove the sandboxes that nobody has used for `idle_s`; their owners are gone. Returns their ids."""
         before_s = time.monotonic() - self._config.idle_s

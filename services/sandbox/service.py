@@ -171,7 +171,12 @@ class SandboxService:
             if isinstance(request, SandboxAttach):
                 found = await self._executor.standing(request.sandbox)
                 return self._result(lane, request, clock, state_hash=found.state_hash, last_command=found.last_command)
-            await self._executor.cleanup(request.sandbox)
+            if request.group:
+                for sandbox in await self._executor.close_group(request.group):
+                    log.warning("sandbox of a lost holder was removed", sandbox=sandbox, group=request.group)
+                    self._health.count("orphans_removed")
+            else:
+                await self._executor.cleanup(request.sandbox)
             return self._result(lane, request, clock)
         except SandboxError as error:
             if isinstance(error, LaneBusy) or getattr(error, "retry", False):
