@@ -16,7 +16,7 @@ from schemas.attempts import GroupClaim, GroupRelease
 from schemas.codec import CodecError
 from schemas.table import Stream
 from services.bus import Bus, BusError, Item, OnceConflict
-from services.consume import read_events
+from services.consume import events, read_events
 from services.continuity import Hole
 from services.pull import Damaged
 
@@ -52,10 +52,10 @@ class Claims:
         self._bus = bus
         self._rollouter = rollouter
 
-    async def first(self, group: str) -> bool:
-        """Claim a group that nobody has touched, in one write. False if somebody has."""
+    async def first(self, group: str, delivery: str = "") -> bool:
+        """Claim a group that nobody has touched, in one write. False if somebody has. `delivery`: of its lease."""
         try:
-            await self._take(group, 0)
+            await self._take(group, 0, delivery)
         except NotClaimed:
             return False
         return True
@@ -76,9 +76,9 @@ class Claims:
         newest = max(taken, default=0)
         return PastClaims(number=newest, newest=taken.get(newest), lost=len(taken.keys() - released))
 
-    async def next(self, group: str, past: PastClaims) -> int:
+    async def next(self, group: str, past: PastClaims, delivery: str = "") -> int:
         """Claim the group after its last holder. Raises `NotClaimed`."""
-        await self._take(group, past.number + 1)
+        await self._take(group, past.number + 1, delivery)
         return past.number + 1
 
     async def release(self, group: str, number: int, reason: str) -> None:
@@ -92,12 +92,31 @@ class Claims:
         except (BusError, TimeoutError) as error:
             log.warning("release not delivered", group=group, claim=number, error=repr(error))
 
-    async def _take(self, group: str, number: int) -> None:
-        record = GroupClaim(run=self._bus.run, group=group, number=number, rollouter=self._rollouter, at_ns=time.time_ns())
+    async def _take(self, group: str, number: int, delivery: str) -> None:
+        record = GroupClaim(
+            run=self._bus.run, group=group, number=number, rollouter=self._rollouter, at_ns=time.time_ns(), delivery=delivery
+        )
         try:
             await self._bus.publish_once(self._bus.subjects.turn(group, _WORD, number, _TAKEN), record)
         except OnceConflict as error:
             raise NotClaimed(str(error)) from error
+
+
+async def deliveries_of_earlier_lives(bus: Bus, instance: str, present: str) -> list[str]:
+    """Where to acknowledge the leases that earlier processes of this instance held last, as far as claims tell.
+
+    Most of them belong to groups that were finished since; a word about those changes nothing. `present` is this process.
+    """
+    newest: dict[str, tuple[int, GroupClaim | None]] = {}
+    async for event in events(bus, Stream.TURNS, f"turn.*.{_WORD}.*.{_TAKEN}", stop=asyncio.Event(), live=False):
+        if event is None or isinstance(event, Hole):
+            continue
+        item = event.item if isinstance(event, Damaged) else event
+        group, number = item.subject.split(".")[-4], int(item.subject.split(".")[-2])
+        if number >= newest.get(group, (-1, None))[0]:
+            newest[group] = (number, _readable(event))
+    claims = [claim for _, claim in newest.values() if claim is not None and claim.delivery]
+    return [c.delivery for c in claims if c.rollouter.rpartition("-")[0] == instance and c.rollouter != present]
 
 
 def _readable(event: Item | Damaged) -> GroupClaim | None:

@@ -89,10 +89,13 @@ class Groups:
         self._suspect = asyncio.Lock()
         self._suspected = ""
 
-    async def play(self, lease: GroupLease) -> None:
-        """Returns when all slots are sealed, by this process or by another one. Raises `NotClaimed` or `GroupTaken`."""
+    async def play(self, lease: GroupLease, delivery: str = "") -> None:
+        """Play a lease; `delivery` is where its delivery is acknowledged.
+
+        Returns when all slots are sealed, by this process or by another one. Raises `NotClaimed` or `GroupTaken`.
+        """
         self._held.pop(lease.group, None)
-        if await self._claims.first(lease.group):
+        if await self._claims.first(lease.group, delivery):
             self._held[lease.group] = 0
             holder = Holder(rollouter=self._stage.rollouter, claim=0)
             slots = [Slot(number=n, log=SlotLog(self._stage.bus, lease.group, n, holder)) for n in range(lease.group_size)]
@@ -101,7 +104,7 @@ class Groups:
             if await self._missing_slots(lease):
                 past = await self._claims.past(lease.group)
                 async with self._alone_if_suspect(lease.group, past):
-                    claim = await self._claims.next(lease.group, past)
+                    claim = await self._claims.next(lease.group, past, delivery)
                     self._held[lease.group] = claim
                     await self._take_over(lease, past, Holder(rollouter=self._stage.rollouter, claim=claim))
             await self._stage.sandboxes.close_group(lease.group)  # what a lost holder never came to name in the journal

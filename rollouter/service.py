@@ -12,7 +12,7 @@ import structlog
 from rollouter.actions import make_parser
 from rollouter.agent import Agent, LoopAgent
 from rollouter.chat import ChatRenderer
-from rollouter.claims import NotClaimed
+from rollouter.claims import NotClaimed, deliveries_of_earlier_lives
 from rollouter.episode import Stage
 from rollouter.generation import Generation
 from rollouter.groups import Groups, GroupTaken
@@ -20,7 +20,7 @@ from rollouter.manifest import policy_manifest
 from rollouter.sandbox_client import Sandboxes
 from schemas.lease import GroupLease
 from schemas.task import Task, TaskSuite
-from services.bus import IntegrityError, Item
+from services.bus import BusError, IntegrityError, Item
 from services.health import pause
 from services.runtime import ServiceContext
 from services.suites import resolve_suite
@@ -49,6 +49,7 @@ async def serve(context: ServiceContext) -> None:
         group.create_task(rollouter.generation.run(ended), name="generation")
         group.create_task(rollouter.sandboxes.run(ended), name="sandboxes")
         group.create_task(rollouter.limit_drain(ended), name="drain")
+        group.create_task(rollouter.give_back_old_leases(leases), name="old leases")
         context.ready()
         await leases.run(rollouter.handle, context.stop)
         ended.set()
@@ -61,6 +62,7 @@ class Rollouter:
         config = context.config
         requester = f"{context.instance}-{uuid4().hex[:8]}"
         self._context = context
+        self._requester = requester
         self._renderer = renderer
         self._active: set[str] = set()
         self._hand_back = asyncio.Event()
@@ -102,7 +104,7 @@ class Rollouter:
         self._context.health.set("groups_running", len(self._active))
         try:
             with span("group", item.headers, group=lease.group, task=lease.task_id):
-                await self._play_or_hand_back(lease)
+                await self._play_or_hand_back(lease, item.delivery)
         except (GroupTaken, NotClaimed) as error:  # handed back for the case that the other one dies; it keeps its lease
             log.warning("another rollouter holds the group", group=lease.group, reason=str(error))
             await self._groups.release(lease.group, "another rollouter holds the group")
@@ -115,8 +117,8 @@ class Rollouter:
             self._context.health.set("groups_running", len(self._active))
         self._context.health.count("groups_done")
 
-    async def _play_or_hand_back(self, lease: GroupLease) -> None:
-        work = asyncio.create_task(self._groups.play(lease), name=lease.group)
+    async def _play_or_hand_back(self, lease: GroupLease, delivery: str) -> None:
+        work = asyncio.create_task(self._groups.play(lease, delivery), name=lease.group)
         asked = asyncio.create_task(self._hand_back.wait(), name=f"{lease.group} hand-back")
         try:
             await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -127,6 +129,17 @@ class Rollouter:
             await self._groups.release(lease.group, "the rollouter stops")
             raise Retry(f"{lease.group} is handed back, the rollouter stops", delay_s=0.0)
         work.result()
+
+    async def give_back_old_leases(self, leases: WorkConsumer) -> None:
+        """What an earlier process of this instance held when it was killed need not wait until its silence is noticed."""
+        try:
+            held = await deliveries_of_earlier_lives(self._context.bus, self._context.instance, self._requester)
+            given_back = await leases.hand_back(held)
+        except BusError as error:  # they come back by themselves, later
+            log.warning("cannot tell what an earlier process held", error=str(error))
+            return
+        if given_back:
+            log.info("leases of an earlier process are given back", count=given_back)
 
     async def limit_drain(self, ended: asyncio.Event) -> None:
         """Once the service stops, bound the time that groups in flight may take; without engines they have no chance anyway."""

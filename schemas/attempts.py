@@ -17,13 +17,17 @@ AttemptReason = Literal["infra_abort", "broken", "cancelled", "orphaned", "poiso
 
 
 class GroupClaim(Message, frozen=True, kw_only=True, tag="group_claim"):
-    """A rollouter begins to play a group. Once on `turn.<group>.claim.<number>.taken`; the highest number holds the group."""
+    """A rollouter begins to play a group. Once on `turn.<group>.claim.<number>.taken`; the highest number holds the group.
+
+    `delivery` is where the lease's delivery is acknowledged, so that the holder's next life can give the lease back at once.
+    """
 
     run: str
     group: str
     number: int
     rollouter: str
     at_ns: int
+    delivery: str = ""
 
 
 class GroupRelease(Message, frozen=True, kw_only=True, tag="group_release"):

@@ -76,7 +76,10 @@ class Unreadable(CodecError):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One stored message: where it stands, when the server stored it, and its exact bytes."""
+    """One stored message: where it stands, when the server stored it, and its exact bytes.
+
+    `delivery` is where this delivery of it is acknowledged; empty where nothing is to be acknowledged.
+    """
 
     stream: str
     subject: str
@@ -85,6 +88,7 @@ class Item:
     data: bytes
     digest: str
     headers: dict[str, str]
+    delivery: str = ""
 
     def decode(self, kind: type[M]) -> M:
         """The message. Raises `Unreadable` if it is not a well-formed `kind`."""

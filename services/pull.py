@@ -50,8 +50,13 @@ class Damaged:
 
 
 def position_of(message: Msg) -> Position:
-    """Stream and consumer position out of the acknowledgement subject, in its nine-token or its newer form."""
-    parts = message.reply.split(".")
+    """Where a delivered message stands."""
+    return position_in(message.reply)
+
+
+def position_in(delivery: str) -> Position:
+    """Stream and consumer position out of an acknowledgement subject, in its nine-token or its newer form."""
+    parts = delivery.split(".")
     if len(parts) >= 11:  # $JS.ACK.<domain>.<account>.<stream>.<consumer>.<n>.<sseq>.<cseq>.<time>.<pending>[.<token>]
         parts = ["$JS", "ACK", *parts[4:11]]
     return Position(int(parts[5]), int(parts[7]), int(parts[6]), int(parts[8]), int(parts[4]))

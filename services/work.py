@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -25,6 +26,7 @@ from services.pull import (
     Position,
     acknowledge,
     consumer_is_gone,
+    position_in,
     position_of,
     send_pull,
     status_of,
@@ -108,6 +110,18 @@ class WorkConsumer:
         if wrong:
             raise BusError(f"consumer {self.name} differs from the table (wanted, found): {wrong}")
 
+    async def hand_back(self, deliveries: Iterable[str]) -> int:
+        """Give back deliveries of this consumer that a process which is gone has not acknowledged; says how many.
+
+        The server ignores a word about what was acknowledged meanwhile. Raises `BusError`.
+        """
+        info = await self._bus.api(f"CONSUMER.INFO.{self.stream}.{self.name}", {})
+        settled = int(info.get("ack_floor", {}).get("stream_seq", 0))
+        ours = [d for d in deliveries if f".{self.stream}.{self.name}." in d and position_in(d).seq > settled]
+        for delivery in ours if info.get("num_ack_pending") else []:
+            await self._bus.client.publish(delivery, b"-NAK")
+        return len(ours)
+
     async def run(self, handler: Handler, stop: asyncio.Event) -> None:
         """Work until `stop`, then drain."""
         await self.create()
@@ -181,7 +195,7 @@ class WorkConsumer:
             return await self._refuse(message, position, found.item, DeadReason.DIGEST_MISMATCH, found.reason, found.declared)
         keeper = asyncio.create_task(self._keep(message))
         try:
-            await handler(found)
+            await handler(replace(found, delivery=message.reply))
             await acknowledge(message, b"+ACK")
             self.done += 1
         except Retry as retry:

@@ -24,7 +24,7 @@ from services.config import load
 from services.runtime import run_service
 from services.sandbox import service as sandbox_service
 
-LEASE_S = 4.0  # instead of the table's, so that a lost lease comes back soon
+LEASE_S = float(os.environ.get("HR_TEST_LEASE_S", "4"))  # instead of the table's, so that a lost lease comes back soon
 SHORT_DRAIN_S = 2.0
 POINTS = ("claimed", "reset", "opened", "sampled", "recorded", "sent", "ran", "finished", "sealed")
 
@@ -50,8 +50,8 @@ def die_at(point: str) -> None:
     """Arrange for the end of this process at one point in the life of slot 0's attempt."""
 
     def claim(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def take(self: Claims, group: str, number: int) -> None:
-            await original(self, group, number)
+        async def take(self: Claims, group: str, number: int, delivery: str) -> None:
+            await original(self, group, number, delivery)
             os.kill(os.getpid(), signal.SIGKILL)
 
         return take

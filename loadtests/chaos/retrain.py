@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from loadtests.chaos.store import reopened
 from schemas.ledger import BatchEntry
 from schemas.table import Stream
@@ -37,8 +39,9 @@ async def retrain(bus: Bus, config: Config) -> dict[str, Any]:
             if commit.incarnation:
                 break
             seq, entry = entries[commit.step]
+            kept = tuple(member for member in entry.groups if member.group in commit.groups)  # without what the store has lost
             rows = rows_of(
-                await fetch(bus, entry),
+                await fetch(bus, msgspec.structs.replace(entry, groups=kept)),
                 updating_version=entry.version,
                 credit=config.trainer.credit,
                 scale=config.trainer.group_scale,

@@ -28,7 +28,7 @@ KINDS: dict[Kind, int] = {
     "clock": 4,
     "full disk": 1,
 }
-# Longer than others wait before they take over: a lease's 20 s, an engine's 10 s of silence, an owner's 3 s, a trainer's 15 s.
+# Longer than others wait before they take over: a lease's 12 s, an engine's 10 s of silence, an owner's 3 s, a trainer's 15 s.
 PAUSES_S: dict[str, float] = {
     "rollouter": 25.0,
     "engine": 14.0,
