@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     )
     init.add_argument("--store", metavar="PATH", help="where each server keeps its data; default: a folder below DIR")
 
-    _command(commands, "provision", _provision, "create a run's streams under the admin's key")
+    _command(commands, "provision", _provision, "create a run's streams under the admin's key, or raise their limits")
 
     _command(commands, "check", _check, "print the resolved configuration, or say what is wrong with it")
 
@@ -169,7 +169,8 @@ def _provision(options: argparse.Namespace) -> int:
 
     _quiet_logs()
     config = _config(options)
-    asyncio.run(provision_run(config))
+    for line in asyncio.run(provision_run(config)):
+        print(f"more room: {line}")
     print(f"the streams of run {config.run.name} are there, as the table says")
     return EXIT_OK
 

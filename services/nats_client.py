@@ -1,4 +1,4 @@
-"""The NATS client, made to say at once which request the server refuses.
+"""The NATS client, made to say at once which request the server refuses, and which stream has no room.
 
 The server answers a publish that it does not permit with an error on the connection, not to the request, which would then run
 into its time-out; the error spells the subject in lower case.
@@ -7,8 +7,10 @@ into its time-out; the error spells the subject in lower case.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import ssl
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,17 @@ from typing import Any
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+_NO_ROOM = (10077, 10047, 10023)  # error codes: the stream, the account or the server has no room
+_FORGET_AFTER_S = 15.0  # a publisher that still holds tries again sooner
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"', re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class NoRoom:
+    """A publish that the server has no room for: since when, and when it was last tried; nanoseconds since the epoch."""
+
+    since_ns: int
+    tried_ns: int
 
 
 class RefusalClient(Client):
@@ -24,6 +36,7 @@ class RefusalClient(Client):
 
     def __init__(self) -> None:
         super().__init__()
+        self._without_room: dict[str, NoRoom] = {}
         self._requests: defaultdict[str, dict[asyncio.Future[Msg], str]] = defaultdict(dict)
 
     async def publish(self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, Any] | None = None) -> None:
@@ -34,6 +47,31 @@ class RefusalClient(Client):
             self._requests[key][answer] = subject
             answer.add_done_callback(lambda done: self._forget(key, done))
         await super().publish(subject, payload, reply, headers)
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float = 0.5,
+        old_style: bool = False,
+        headers: dict[str, Any] | None = None,
+    ) -> Msg:
+        """A request; a publish that its stream has no room for is kept in mind until it is taken or no longer tried."""
+        answer = await super().request(subject, payload, timeout, old_style, headers)
+        if not subject.startswith("$JS."):
+            if no_room(answer.data):
+                now = time.time_ns()
+                known = self._without_room.get(subject)
+                self._without_room[subject] = NoRoom(known.since_ns if known else now, now)
+            else:
+                self._without_room.pop(subject, None)
+        return answer
+
+    def without_room(self) -> dict[str, NoRoom]:
+        """Subjects whose publishers hold now, because their streams are full."""
+        oldest = time.time_ns() - int(_FORGET_AFTER_S * 1e9)
+        self._without_room = {subject: held for subject, held in self._without_room.items() if held.tried_ns > oldest}
+        return self._without_room
 
     @property
     def is_encrypted(self) -> bool:
@@ -63,6 +101,14 @@ class Refusal:
 
     deed: str
     subject: str
+
+
+def no_room(answer: bytes) -> bool:
+    """Whether the answer to a publish says that there is no room for it."""
+    if b'"error"' not in answer:
+        return False
+    error = json.loads(answer).get("error")
+    return isinstance(error, dict) and error.get("err_code") in _NO_ROOM
 
 
 def refusal_of(error: Exception) -> Refusal | None:

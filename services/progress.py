@@ -16,6 +16,7 @@ from services.config import Config
 from services.consume import events
 from services.continuity import Hole
 from services.health import pause
+from services.outages import GoneNote, server_names, utc
 from services.pull import Damaged
 from services.run_folder import MetricsFile
 from services.samples import Samples
@@ -49,7 +50,8 @@ class Progress:
     """Consumes: TASKS, READY, LEDGER, TRAIN, `policy.active`. Produces: lines, metrics rows, samples; nothing on the bus.
 
     Waits for: new items, until `stop`. On error: a hole in a stream, a damaged item, and a log that was cut short are said and
-    passed over. On stop: prints what it knows.
+    passed over; a server that is gone is named, and whoever owns the run folder notes there since when. On stop: prints what it
+    knows.
     """
 
     def __init__(
@@ -70,6 +72,10 @@ class Progress:
         self._next_step = 0
         self._points: set[str] = set()
         self._headed = False
+        self._gone_ns = 0  # since when the server is gone
+        self._note = GoneNote(config.run_folder()) if metrics is not None else None
+        if self._note is not None:
+            self._note.remove()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Fold and print until `stop`."""
@@ -79,6 +85,7 @@ class Progress:
             if self._samples is not None:
                 group.create_task(self._samples.run(stop), name="samples")
             while not stop.is_set():
+                self._look_at_server()
                 self._print(settle_s=_SETTLE_S)
                 if self.caught_up.is_set() and is_complete(self.tally, self._config):
                     self.complete.set()
@@ -135,6 +142,20 @@ class Progress:
                 self._next_step = min(self._next_step, message.step)  # a new incarnation takes steps again
             if self._samples is not None and isinstance(message, (StepCommit, QuarantineEntry)):
                 await self._samples.put(message)
+
+    def _look_at_server(self) -> None:
+        client = self._bus.client
+        if not self._gone_ns and not client.is_connected and not client.is_closed:
+            self._gone_ns = time.time_ns()
+            rest = "services hold what they have, lease nothing, and go on when it is back"
+            self._say(f"the server {server_names(client)} is gone since {utc(self._gone_ns)}; {rest}")
+            if self._note is not None:
+                self._note.write(self._gone_ns)
+        elif self._gone_ns and client.is_connected:
+            self._say(f"the server {server_names(client)} is back after {(time.time_ns() - self._gone_ns) / 1e9:.0f} s")
+            self._gone_ns = 0
+            if self._note is not None:
+                self._note.remove()
 
     def _print(self, settle_s: float) -> None:
         if not self.caught_up.is_set():

@@ -27,12 +27,23 @@ class TableMismatch(BusError):
     """The server holds a stream that differs from the table."""
 
 
-async def provision(bus: Bus, store_bytes: int, replicas: int = 1) -> None:
-    """Create or verify every stream of the run. Raises `TableMismatch` naming stream, field, wanted and found value."""
+async def provision(bus: Bus, store_bytes: int, replicas: int = 1, *, raise_limits: bool = False) -> list[str]:
+    """Create or verify every stream of the run. Raises `TableMismatch` naming stream, field, wanted and found value.
+
+    With `raise_limits`, a stream that is otherwise as the table says is given the larger `max_bytes`; gives what was raised,
+    a line for each. A limit is never lowered: a stream with more room than the table says is accepted as it is.
+    """
     await _check_server(bus)
-    for spec in STREAMS:
-        await _create_or_verify(bus, _stream_config(bus, spec, store_bytes, replicas))
-    await _create_or_verify(bus, _blob_config(bus, store_bytes, replicas))
+    configs = [_stream_config(bus, spec, store_bytes, replicas) for spec in STREAMS]
+    raised = []
+    for config in [*configs, _blob_config(bus, store_bytes, replicas)]:
+        found = await _create_or_find(bus, config)
+        if raise_limits and _differences(config, found).keys() == {"max_bytes"}:
+            await _raise_limit(bus, found, config["max_bytes"])
+            raised.append(f"{config['name']}: max_bytes {found['max_bytes']} -> {config['max_bytes']}")
+        else:
+            _verify(config, found)
+    return raised
 
 
 async def await_streams(
@@ -118,20 +129,31 @@ def _listening(pattern: str) -> str:
     return pattern if "*" in pattern else f"{pattern.rpartition('.')[0]}.*"
 
 
-async def _create_or_verify(bus: Bus, wanted: dict[str, Any]) -> None:
+async def _create_or_find(bus: Bus, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The stream's settings on the server, once it is there."""
     name = wanted["name"]
     found = await _info(bus, name)
-    if found is None:
-        created = await _settled(bus, f"STREAM.CREATE.{name}", wanted)
-        if "error" not in created:
-            log.debug("stream created", stream=name)
-            return
-        if created["error"].get("err_code") != _STREAM_EXISTS:  # another service created it in the meantime
-            full = created["error"].get("err_code") == _NO_STORAGE
-            fix = " (raise nats.store_bytes or the server's max_file)" if full else ""
-            raise BusError(f"{name}: {created['error'].get('description')}{fix}")
-        found = (await bus.request(f"STREAM.INFO.{name}", {}))["config"]
-    _verify(wanted, found)
+    if found is not None:
+        return found
+    created = await _settled(bus, f"STREAM.CREATE.{name}", wanted)
+    if "error" not in created:
+        log.debug("stream created", stream=name)
+        return dict(created["config"])
+    if created["error"].get("err_code") != _STREAM_EXISTS:  # another service created it in the meantime
+        full = created["error"].get("err_code") == _NO_STORAGE
+        fix = " (raise nats.store_bytes or the server's max_file)" if full else ""
+        raise BusError(f"{name}: {created['error'].get('description')}{fix}")
+    return dict((await bus.request(f"STREAM.INFO.{name}", {}))["config"])
+
+
+async def _raise_limit(bus: Bus, found: dict[str, Any], max_bytes: int) -> None:
+    """More room for a stream; all else stays. Raises `BusError` when the server has not that much."""
+    name = found["name"]
+    reply = await _settled(bus, f"STREAM.UPDATE.{name}", {**found, "max_bytes": max_bytes})
+    if "error" in reply:
+        fix = " (raise the server's max_file first)" if reply["error"].get("err_code") == _NO_STORAGE else ""
+        raise BusError(f"{name}: max_bytes is not raised to {max_bytes}: {reply['error'].get('description')}{fix}")
+    log.info("limit raised", stream=name, max_bytes=max_bytes, before=found["max_bytes"])
 
 
 async def _info(bus: Bus, name: str) -> dict[str, Any] | None:
@@ -158,13 +180,21 @@ async def _settled(bus: Bus, api: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verify(wanted: dict[str, Any], found: dict[str, Any]) -> None:
-    different = {key: (value, found.get(key)) for key, value in wanted.items() if _same(found.get(key)) != _same(value)}
+    different = _differences(wanted, found)
     if different:
         lines = "\n".join(f"  {key}: table says {want!r}, server has {have!r}" for key, (want, have) in different.items())
-        raise TableMismatch(
-            f"stream {wanted['name']} differs from the table:\n{lines}\n"
-            "use another run.name, or remove the stream if its data may go"
-        )
+        fix = "use another run.name, or remove the stream if its data may go"
+        if different.keys() == {"max_bytes"}:
+            fix = "`headrace provision` raises it, with everything that is stored kept"
+        raise TableMismatch(f"stream {wanted['name']} differs from the table:\n{lines}\n{fix}")
+
+
+def _differences(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that are not as wanted, as (wanted, found). More room than wanted is no difference: somebody gave it."""
+    different = {key: (value, found.get(key)) for key, value in wanted.items() if _same(found.get(key)) != _same(value)}
+    if "max_bytes" in different and found["max_bytes"] > wanted["max_bytes"]:
+        del different["max_bytes"]
+    return different
 
 
 def _same(value: Any) -> Any:

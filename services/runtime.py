@@ -17,16 +17,18 @@ import structlog
 import uvloop
 
 from schemas.table import Role
-from services.bus import Bus, BusError
+from services.bus import Bus, BusError, Forbidden
 from services.config import Config, ConfigError
 from services.health import Health
 from services.identity import may_create_streams, read_seed, seed_file
 from services.logs import start_logging
+from services.outages import places
 from services.provision import await_streams, provision
 from services.tracing import start_tracing
 
 log = structlog.get_logger()
-EXIT_CLEAN, EXIT_FAILED, EXIT_BUS_LOST, EXIT_HARD = 0, 1, 70, 130
+EXIT_CLEAN, EXIT_FAILED, EXIT_NO_SERVER, EXIT_BUS_LOST, EXIT_HARD = 0, 1, 69, 70, 130
+_NAME_SERVER_AFTER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,15 @@ async def _live(role: Role, instance: str, config: Config, serve: Serve, health_
         stop.set()
 
     _handle_signals(stop)
+    naming = asyncio.create_task(_name_server(config), name="wait for the server")
     try:
         bus = await connect(config, role, instance, on_fatal)
     except (BusError, ConfigError) as error:
         log.error("cannot start", error=str(error))
-        return EXIT_FAILED
+        unanswered = isinstance(error, BusError) and not isinstance(error, Forbidden) and config.nats.url
+        return EXIT_NO_SERVER if unanswered else EXIT_FAILED
+    finally:
+        naming.cancel()
     health = Health(bus, config.telemetry.heartbeat_s)
     context = ServiceContext(config, bus, role, instance, stop, health)
     code = EXIT_CLEAN
@@ -97,7 +103,7 @@ async def _live(role: Role, instance: str, config: Config, serve: Serve, health_
     except* (BusError, ConfigError) as errors:
         for reason in _leaves(errors):
             log.error("failed", error=str(reason))
-        code = EXIT_FAILED
+        code = EXIT_FAILED if bus.client.is_connected else EXIT_NO_SERVER
     except* Exception as errors:  # a broken program stops here, with its trace, and the supervisor decides
         for failure in _leaves(errors):
             log.error("crashed", error=repr(failure), exc_info=failure)
@@ -109,6 +115,14 @@ async def _live(role: Role, instance: str, config: Config, serve: Serve, health_
     lost.append("closing")
     await bus.close()
     return EXIT_BUS_LOST if was_lost else code
+
+
+async def _name_server(config: Config) -> None:
+    """Say for which server a start waits, where it does not answer soon."""
+    await asyncio.sleep(_NAME_SERVER_AFTER_S)
+    left_s = round(config.nats.connect_timeout_s - _NAME_SERVER_AFTER_S)
+    culprit = f"nats-server {places(config.nats.url)}"
+    log.info("waiting", what="the server", culprit=culprit, deadline_in_s=left_s, then="the service ends")
 
 
 def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:

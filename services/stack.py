@@ -126,12 +126,15 @@ class _Stack:
         """Create the run's streams as the one who may; where we may not, wait for whoever may."""
         nats = config.nats
         if seed_file(nats, ADMIN) is not None:
-            await provision_run(config)
+            raised = await provision_run(config)
         elif may_create_streams(nats, Role.OBSERVER):
-            await provision(bus, nats.store_bytes, nats.replicas)
+            raised = await provision(bus, nats.store_bytes, nats.replicas, raise_limits=True)
         else:
+            raised = []
             health = Health(bus, config.telemetry.heartbeat_s)
             await await_streams(bus, nats.store_bytes, nats.replicas, health=health, stop=self._stop)
+        for line in raised:
+            self._say(f"more room: {line}")
 
     async def _with_progress(self, config: Config, bus: Bus, progress: Progress) -> Outcome:
         stop_progress = asyncio.Event()

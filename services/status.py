@@ -1,11 +1,12 @@
-"""`headrace status`: a table of services with what they wait for, one of engines with their versions, alarms, group counts."""
+"""`headrace status`: a table of services with what they wait for, one of engines with their versions, group counts, alarms;
+who is missing, and which streams are full."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,20 +15,25 @@ from rich.table import Table
 from schemas.codec import CodecError, decode_any
 from schemas.health import ALARM, Heartbeat, Wait
 from schemas.message import Message
+from schemas.permissions import visible_streams
 from schemas.policy import EngineState, FleetVersions
-from schemas.table import Role, Stream
+from schemas.table import STREAMS, Role, Stream
 from services.bus import Bus, BusError, IntegrityError, Item
 from services.config import Config
 from services.consume import read_events
 from services.continuity import Hole
+from services.health import RAISE_LIMIT
 from services.high_water import cut_short
+from services.outages import GoneNote, utc
 from services.pull import Damaged
+from services.registry import instances
 from services.runtime import connect
 from services.stopped_run import has_ended
 from services.summary import groups_line
 from services.tally import Tally
 
 _CONNECT_S = 5.0
+_NEARLY_FULL = 0.95
 _COUNTED = (Stream.TASKS, Stream.READY, Stream.LEDGER)
 
 
@@ -37,16 +43,18 @@ async def show(config: Config, folder: Path | None = None) -> int:
     bounded = config.nats.model_copy(update={"connect_timeout_s": min(_CONNECT_S, config.nats.connect_timeout_s)})
     try:
         bus = await connect(config.model_copy(update={"nats": bounded}), Role.OBSERVER, f"status-{os.getpid()}")
-    except BusError:
+    except BusError as error:
         if folder is None or not has_ended(folder):
-            raise
+            raise _since_when(error, folder) from error
         console.print(ended(config.run.name, folder), soft_wrap=True)
         return 0
     try:
         try:
             latest = [message for _, message in await _readable(bus, Stream.REGISTRY)]
         except BusError as error:
-            raise BusError(f"no run {bus.run!r} on {config.nats.url} ({error}); is run.name right?") from error
+            raise BusError(
+                f"no run {bus.run!r} on {config.nats.url} ({error}); is run.name right? `headrace provision` makes its streams"
+            ) from error
         tally = Tally()
         for stream in _COUNTED:
             for item, message in await _readable(bus, stream):
@@ -54,6 +62,7 @@ async def show(config: Config, folder: Path | None = None) -> int:
         fleet = await _fleet(bus)
         dead = await bus.last_sequence(Stream.DEAD)
         shorter = await cut_short(bus)
+        rooms = await full_lines(bus)
     finally:
         await bus.close()
     now_ns = time.time_ns()
@@ -63,11 +72,52 @@ async def show(config: Config, folder: Path | None = None) -> int:
     if fleet is not None:
         console.print(f"target version {fleet.target}, engines serve {fleet.oldest} to {fleet.newest}", soft_wrap=True)
     console.print(f"groups: {groups_line(tally)}", soft_wrap=True)
-    for line in [*alarms(beats, bus.alarms), *(f"alarm: {hole}" for hole in shorter)]:
+    absent = missing({role for role, _ in instances(config)}, beats, now_ns, 4 * config.telemetry.heartbeat_s)
+    for line in [*absent, *rooms, *alarms(beats, bus.alarms), *(f"alarm: {hole}" for hole in shorter)]:
         console.print(line, soft_wrap=True)
     if dead:
         console.print(f"dead letters: {dead}; `headrace dead-letters list` shows them", soft_wrap=True)
     return 0
+
+
+def _since_when(error: BusError, folder: Path | None) -> BusError:
+    """The same error with what the run's own folder knows of an outage."""
+    since_ns = GoneNote(folder).since_ns() if folder is not None else None
+    if since_ns is None:
+        return error
+    rest = "services hold what they have, lease nothing, and go on when it is back"
+    return BusError(f"{error}; the run has missed it since {utc(since_ns)}; {rest}")
+
+
+async def full_lines(bus: Bus) -> list[str]:
+    """One line for each stream of which little is left, with its limit and when it took its last item."""
+    lines = []
+    for spec in STREAMS:
+        if spec.stream in visible_streams(bus.role) and spec.discard == "new":
+            name = bus.subjects.stream(spec.stream)
+            reply = await bus.request(f"STREAM.INFO.{name}", {})
+            held, limit = int(reply["state"]["bytes"]), int(reply["config"].get("max_bytes", -1))
+            if limit > 0 and held >= _NEARLY_FULL * limit:
+                last = f"its last item came {reply['state']['last_ts'].partition('.')[0]}Z"
+                lines.append(f"full: {name} holds {held} bytes of max_bytes {limit}; {last}; {RAISE_LIMIT}")
+    return lines
+
+
+def missing(expected: Iterable[Role], beats: Sequence[Heartbeat], now_ns: int, silent_after_s: float) -> list[str]:
+    """One line for each role that nobody works in now."""
+    lines = []
+    for role in sorted(expected):
+        known = sorted((beat for beat in beats if beat.service == role), key=lambda beat: beat.at_ns)
+        silent_s = (now_ns - known[-1].at_ns) / 1e9 if known else 0.0
+        if not known:
+            lines.append(f"missing: {role}: none has announced itself; `headrace run {role}` starts one")
+        elif all(beat.phase == "stopped" for beat in known):
+            lines.append(
+                f"missing: {role}: {known[-1].instance} stopped {seconds(silent_s)} ago; `headrace run {role}` starts one"
+            )
+        elif silent_s > silent_after_s:
+            lines.append(f"missing: {role}: {known[-1].instance} is silent for {seconds(silent_s)}")
+    return lines
 
 
 async def _fleet(bus: Bus) -> FleetVersions | None:

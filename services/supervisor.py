@@ -12,6 +12,7 @@ import structlog
 
 from services.child import ChildSpec, last_words, signal_group, start, tail
 from services.health import pause
+from services.runtime import EXIT_NO_SERVER
 
 log = structlog.get_logger()
 Say = Callable[[str], None]
@@ -60,7 +61,8 @@ class Supervisor:
     """Runs the children of `specs` until asked to stop.
 
     Waits for: each child's end. On error: a child that ended is started again after a pause of 0.5 s, doubling to 30 s; one
-    that failed eight times in a row without ever being ready stops everything. On stop: SIGTERM by stages, each bounded by
+    that failed eight times in a row without ever being ready stops everything; not finding the server does not count, since
+    that says nothing of the child. On stop: SIGTERM by stages, each bounded by
     `drain_s`, then SIGKILL for what is left.
     """
 
@@ -125,7 +127,10 @@ class Supervisor:
                 return
             settled = time.monotonic() - child.started_s >= limits.settled_s
             child.quick_ends = 1 if settled else child.quick_ends + 1
-            child.failures = 0 if child.ready else child.failures + 1
+            if child.ready:
+                child.failures = 0
+            elif code != EXIT_NO_SERVER:  # an outage is no fault of the child's, and however long it lasts it may end
+                child.failures += 1
             if child.failures >= limits.failures:
                 self._gave_up = (
                     f"{label} failed {child.failures} times in a row ({ended_how(code)}) without becoming ready; the end of "

@@ -14,7 +14,7 @@ from services.bus import Bus, IntegrityError
 from services.config import Config, ConfigError, check
 from services.consume import read_latest
 from services.nats_server import free_port
-from services.runtime import EXIT_BUS_LOST, EXIT_CLEAN, EXIT_FAILED, ServiceContext, _live
+from services.runtime import EXIT_BUS_LOST, EXIT_CLEAN, EXIT_FAILED, EXIT_NO_SERVER, ServiceContext, _live
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -94,5 +94,5 @@ async def test_a_service_without_a_server_ends_in_time(nats_process: NatsServer,
 
     nats = config.nats.model_copy(update={"url": f"nats://127.0.0.1:{free_port()}"})
     code, errors = await live(config.model_copy(update={"nats": nats}), serve)
-    assert code == EXIT_FAILED
+    assert code == EXIT_NO_SERVER
     assert "no NATS server answered" in errors[0]
