@@ -129,6 +129,18 @@ class Published:
         await self._publish_anchor(self.newest)
         return True
 
+    async def anchor_instead(self, target: Weights, held: Weights | None) -> tuple[WeightsManifest, ...]:
+        """The way to `target` for a receiver that failed on the one from `held`, since something there cannot be used: an anchor
+        of the newest weights, published now if there is none. Raises `BrokenChain`.
+        """
+        if target != weights_of(self.newest):
+            return self.way(target, held)
+        name = f"anchor-{target.incarnation}-{target.version}"
+        if name not in self._links:
+            log.warning("anchor", version=target.version, reason="a receiver cannot use what leads there")
+            await self._publish_anchor(self.newest)
+        return (self._links[name],)
+
     async def collect(self, needs: Iterable[Need]) -> int:
         """Remove the objects that no receiver needs, so that the store does not fill; gives the number of links."""
         keep = self._config.param_sync.keep_anchors

@@ -24,6 +24,7 @@ from services.tracing import span
 log = structlog.get_logger()
 _GONE_AFTER_S = 15.0
 _LOOK_AGAIN_S = 5.0
+_ANCHOR_AFTER = 2  # failures of an engine in a row: from what it held, then from an anchor that was there
 
 
 async def serve(context: ServiceContext) -> None:
@@ -151,7 +152,11 @@ class Synchronizer:
     async def _order(self, order: plan.Order) -> None:
         engine = self._fleet.engines[order.engine]
         try:
-            links = self._chain.way(order.target, None if order.from_anchor else engine.held)
+            held = None if order.from_anchor else engine.held
+            failed_before = engine.failures >= _ANCHOR_AFTER
+            links = (
+                await self._chain.anchor_instead(order.target, held) if failed_before else self._chain.way(order.target, held)
+            )
         except BrokenChain as error:
             log.error("no way to the target", engine=order.engine, error=str(error))
             return

@@ -213,6 +213,30 @@ async def test_what_no_engine_needs_is_removed_and_everyone_still_arrives(tmp_pa
         await eventually(lambda: served(bus, config, 0, line.made[0, 31]), within_s=60)
 
 
+@pytest.mark.parametrize("damage", ["lost", "corrupt"])
+async def test_engines_get_past_a_patch_that_nobody_can_use(tmp_path: Path, nats_url: str, run_name: str, damage: str) -> None:
+    """Invariant 10: no anchor lies beyond it, so one is published when engines have failed on it; they come back by it."""
+    config = configuration(tmp_path, run_name, nats_url)
+    async with Stage(nats_url, config) as stage:
+        bus = await stage.bus(Role.TRAINER)
+        await stage.start(Role.PARAM_SYNC, param_sync.service.serve, "first")
+        line = Line(bus, config)
+        for version in range(1, 4):
+            await line.step(0, version, after=(0, version - 1))
+        await eventually(lambda: bus.last(bus.subjects.staged(3)), within_s=60)
+        name = line.objects[0, 2]
+        collector = await stage.bus(Role.PARAM_SYNC)
+        await blobs.remove(collector, name)
+        if damage == "corrupt":
+            await blobs.put(bus, name, b"these are other bytes")
+        for engine in config.engine.names:
+            await stage.start(Role.ENGINE, services.engine.service.serve, engine)
+        await eventually(lambda: served(bus, config, 0, line.made[0, 3]), within_s=90)
+        assert await bus.last(bus.subjects.anchor(3)) is not None
+        await line.step(0, 4, after=(0, 3))
+        await eventually(lambda: served(bus, config, 0, line.made[0, 4]), within_s=60)
+
+
 async def _commit(bus: Bus, step: int) -> StepCommit:
     item = await bus.last(bus.subjects.step(step))
     assert item is not None
