@@ -130,8 +130,8 @@ class Published:
         return True
 
     async def anchor_instead(self, target: Weights, held: Weights | None) -> tuple[WeightsManifest, ...]:
-        """The way to `target` for a receiver that failed on the one from `held`, since something there cannot be used: an anchor
-        of the newest weights, published now if there is none. Raises `BrokenChain`.
+        """The way to `target` for a receiver that failed on the one from `held`, where something cannot be used: an anchor of
+        the newest weights, published now if there is none. Raises `BrokenChain`.
         """
         if target != weights_of(self.newest):
             return self.way(target, held)
