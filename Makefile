@@ -27,7 +27,7 @@ test: setup ## run the tests
 	$(BIN)/python -m pytest
 
 faults: setup ## whole runs in which parts are killed or damaged
-	$(BIN)/python -m pytest -m faults tests/faults
+	$(BIN)/python -m pytest -m faults
 
 check: setup ## lint, formatting, types, import layers
 	$(BIN)/ruff check .

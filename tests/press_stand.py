@@ -27,7 +27,7 @@ from loadtests.chaos.local_run import LocalRun
 from loadtests.chaos.settings import ROOT, overrides
 from schemas.codec import decode_any
 from schemas.lease import GroupLease
-from schemas.ledger import BatchEntry, LedgerEntry
+from schemas.ledger import BatchEntry, LedgerEntry, QuarantineEntry
 from schemas.sandbox import SandboxAttach, SandboxReset, SandboxRun, SandboxSeal
 from schemas.table import CONSUMERS, Role, Stream, consumer_of
 from schemas.training import StepCommit
@@ -58,7 +58,7 @@ SETTINGS = (
     "fencing.trainer_ttl_s=3",
     "nats.connect_timeout_s=5",
 )
-WITHIN_S = 90.0
+WITHIN_S = 150.0  # a bound alone; starts of nine processes are in it
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Picture:
     ledger: list[tuple[int, LedgerEntry]]
     steps: list[StepCommit]
     ready: list[str]
+    closings: list[tuple[int, LedgerEntry]]  # the ledger again, read after the leases: every closing that made room for one
 
     def account(self) -> Account:
         return account([lease for _, lease in self.leases], [entry for _, entry in self.ledger])
@@ -79,7 +80,7 @@ class Picture:
         The sampler leases because of what it has read in the ledger, so one server's times put cause before effect.
         """
         events = [(time_ns, 1) for time_ns, _ in self.leases]
-        events += [(time_ns, -len(e.groups) if isinstance(e, BatchEntry) else -1) for time_ns, e in self.ledger]
+        events += [(time_ns, -len(e.groups) if isinstance(e, BatchEntry) else -1) for time_ns, e in self.closings]
         now = most = 0
         for _, change in sorted(events):
             now += change
@@ -96,7 +97,8 @@ async def picture(bus: Bus) -> Picture:
     ready = [item.subject.rpartition(".")[2] for item in await read_all(bus, Stream.READY, "ready.*")]
     leases = [(item.time_ns, item.decode(GroupLease)) for item in await read_all(bus, Stream.TASKS)]
     steps = [item.decode(StepCommit) for item in await read_all(bus, Stream.TRAIN, "train.step.*")]
-    return Picture(leases=leases, ledger=ledger, steps=steps, ready=ready)
+    closings = [(item.time_ns, decode_any(item.data)) for item in await read_all(bus, Stream.LEDGER)]
+    return Picture(leases=leases, ledger=ledger, steps=steps, ready=ready, closings=closings)
 
 
 async def unjudged(bus: Bus) -> tuple[int, int]:
@@ -224,12 +226,16 @@ def running_line(folder: Path, *settings: str) -> Iterator[Line]:
         shutil.rmtree(sandboxes, ignore_errors=True)
 
 
-def check_record(now: Picture) -> None:
-    """Invariants 3 and 4 on the record: conservation, the window at every instant, each committed group in its batch alone."""
+def check_record(now: Picture, *, reasons: frozenset[str] = frozenset({"stale"})) -> None:
+    """Invariants 3 and 4 on the record: conservation, the window at every instant, each committed group in its batch alone.
+
+    `reasons`: why groups may be quarantined; none may be abandoned.
+    """
     books = now.account()
     assert books.holds, books.line()
-    assert now.most_open() <= WINDOW
-    assert set(books.quarantined) <= {"stale"} and not books.abandoned, books.line()
+    assert now.most_open() <= WINDOW, f"{now.most_open()} open at once; {books.line()}"
+    others = [e for _, e in now.ledger if isinstance(e, QuarantineEntry) and e.reason not in reasons]
+    assert not others and not books.abandoned, f"{books.line()}\n{[(e.group, str(e.reason), e.detail) for e in others]}"
     batches = {entry.step: entry for _, entry in now.ledger if isinstance(entry, BatchEntry)}
     trained = [group for step in now.steps for group in step.groups]
     assert len(trained) == len(set(trained))

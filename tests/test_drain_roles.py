@@ -15,7 +15,10 @@ from tests.conftest import eventually
 from tests.drain_stand import Floor, running_floor
 from tests.press_stand import check_record, left_to_time_outs, picture
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+# A grader has a wall-clock limit of its own, which other work on the machine can make it exceed: kept, with the reason.
+REASONS = frozenset({"stale", "verifier_error"})
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ async def test_one_sigterm_drains_and_a_second_stops_hard(floor: Floor, role: Ro
         service.start()
         await service.says("ready")
         await floor.flows(bus)
-        check_record(await picture(bus))
+        check_record(await picture(bus), reasons=REASONS)
 
 
 async def test_a_killed_rollouter_leaves_what_a_drained_one_does_not(floor: Floor) -> None:
