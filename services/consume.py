@@ -100,6 +100,8 @@ async def events(
                         await reader.find_unreadable()
                     else:
                         position = position_of(message)
+                        if not reader.follows(position):
+                            break  # something was sent to us that never came: it is read again, from where we stand
                         if reader.has_passed(position):
                             continue
                         await reader.pass_to(position)
@@ -155,6 +157,7 @@ class _Reader:
         self._standing = Standing(stream, max(1, start))
         self._holes: list[Hole] = []  # that the reader was not given yet
         self._pending = 0  # messages still to come, by the server's count
+        self._sent = 0  # messages of this consumer that have come
         self._quiet = 0
 
     async def look(self) -> None:
@@ -202,9 +205,15 @@ class _Reader:
             config["opt_start_seq"] = self._standing.at + 1
         reply = await self._bus.request(f"CONSUMER.CREATE.{self.name}.{name}", {"stream_name": self.name, "config": config})
         self.consumer, self._pending = reply["name"], int(reply.get("num_pending", 0))
+        self._sent = 0
 
     def is_at_end(self) -> bool:
         return self._pending == 0
+
+    def follows(self, position: Position) -> bool:
+        """Whether this is the next message that the server sent. A gap in its count was lost on the way, not in the store."""
+        self._sent += 1
+        return position.consumer_seq == self._sent
 
     def has_passed(self, position: Position) -> bool:
         return position.seq <= self._standing.at and not self._latest

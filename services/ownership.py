@@ -269,6 +269,7 @@ async def owned(context: ServiceContext, *, end_at_once: bool = False) -> AsyncI
             if end_at_once:
                 log.error("ownership lost", error=str(error))
                 os._exit(_EXIT_FENCED)
+            context.stop.set()  # a cancellation alone can be lost in the bus's client
             raise
 
     async with asyncio.TaskGroup() as group:

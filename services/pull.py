@@ -153,16 +153,17 @@ class Inbox:
 async def pull_forever(
     bus: Bus, stream: str, consumer: str, inbox: Inbox, stop: asyncio.Event, batch: int
 ) -> AsyncGenerator[Msg | None, None]:
-    """Messages of one consumer, pull after pull; ends when `stop` is set or the consumer is gone.
+    """Messages of one consumer, pull after pull; ends when `stop` is set, the consumer is gone, or the connection was another
+    one: what the server sent down the old one may never have arrived, and it does not send it again.
 
     Yields `None` whenever a pull of ours has waited at the server for a second without an answer.
     """
-    while not stop.is_set() and not bus.client.is_closed:
+    reconnected = bus.reconnected
+    while not stop.is_set() and not bus.client.is_closed and not reconnected.is_set():
         received = 0
         await send_pull(bus, stream, consumer, inbox.subject, batch)
         quiet_since = time.monotonic()
         deadline = quiet_since + EXPIRES_S + 2.0
-        reconnected = bus.reconnected
         while received < batch and not stop.is_set() and not reconnected.is_set():
             if not inbox.arrived:
                 await inbox.wait(0.5)

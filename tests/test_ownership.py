@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -265,6 +265,23 @@ async def test_losing_the_role_interrupts_the_body(nats_process: NatsServer, run
         with pytest.raises(BaseExceptionGroup) as caught:
             await work(one, network)
         assert interrupted
+        assert isinstance(caught.value.exceptions[0], BusError)
+
+
+async def test_losing_the_role_stops_a_body_that_loses_its_cancellation(nats_process: NatsServer, run_name: str) -> None:
+    """As some waits of the bus's client do: the service's stop flag is raised as well."""
+    config = configuration(run_name, cut_off_s=1.0)
+
+    async def work(one: ServiceContext, network: Partition) -> None:
+        async with owned(one):
+            network.cut()
+            while not one.stop.is_set():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.1)
+
+    async with Partition(nats_process.port) as network, context(network.url, config, "a") as one:
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await asyncio.wait_for(work(one, network), 60)
         assert isinstance(caught.value.exceptions[0], BusError)
 
 

@@ -10,7 +10,7 @@ import pytest
 from loadtests.chaos.proxy import Proxy
 from schemas.table import Role, Stream
 from services.bus import Bus
-from services.consume import read_all
+from services.consume import fold, read_all
 from services.nats_server import free_port
 from tests.admission_stage import connected, make_lease
 from tests.conftest import NatsServer, eventually
@@ -61,4 +61,37 @@ async def test_a_fold_behind_a_connection_that_is_held_and_cut_sees_every_item_o
         assert [item.seq for item in await asyncio.wait_for(reading, 60)] == list(range(1, 21))
         async with proxy.disturbed("cut"):
             assert [item.seq for item in await asyncio.wait_for(read_all(bus, Stream.TASKS), 60)] == list(range(1, 21))
+        await bus.close()
+
+
+@pytest.mark.parametrize("patterns", [(), ("task.lease.*",)], ids=["whole", "filtered"])
+async def test_what_a_dead_connection_had_been_sent_is_read_again(
+    nats_url: str, run_name: str, proxy: Proxy, patterns: tuple[str, ...]
+) -> None:
+    """Invariants 3 and 11: the last message of a log, which nothing follows that could show the gap; and it is no hole."""
+    async with connected(nats_url, run_name, Role.SAMPLER) as beside:
+        bus = await Bus.connect(f"nats://127.0.0.1:{proxy.port}", run_name, Role.BANK, "0")
+        seen: list[int] = []
+        stop = asyncio.Event()
+
+        async def follow() -> None:
+            async for item in fold(bus, Stream.TASKS, *patterns, stop=stop):
+                if item is not None:
+                    seen.append(item.seq)
+
+        following = asyncio.create_task(follow())
+        await beside.publish_once(beside.subjects.lease(0), make_lease(0))
+        await eventually(lambda: seen == [1], within_s=20)
+        await asyncio.sleep(1.5)  # its pull for what comes next waits at the server
+        async with proxy.disturbed("deaf"):
+            for n in (1, 2):
+                await beside.publish_once(beside.subjects.lease(n), make_lease(n))
+            await asyncio.sleep(1.0)  # the server has sent them
+        await eventually(lambda: len(seen) >= 3 or following.done(), within_s=30, what="what was sent in vain comes again")
+        await beside.publish_once(beside.subjects.lease(3), make_lease(3))
+        await eventually(lambda: len(seen) >= 4 or following.done(), within_s=30)
+        stop.set()
+        await asyncio.wait_for(following, 30)
+        assert seen == [1, 2, 3, 4]
+        assert not bus.alarms
         await bus.close()
