@@ -193,9 +193,10 @@ class WorkConsumer:
         found = to_item(self.stream, message, position)
         if isinstance(found, Damaged):
             return await self._refuse(message, position, found.item, DeadReason.DIGEST_MISMATCH, found.reason, found.declared)
+        found = replace(found, delivery=message.reply)
         keeper = asyncio.create_task(self._keep(message))
         try:
-            await handler(replace(found, delivery=message.reply))
+            await handler(found)
             await acknowledge(message, b"+ACK")
             self.done += 1
         except Retry as retry:

@@ -57,6 +57,7 @@ SETTINGS = (
     "fencing.renew_s=0.5",
     "fencing.trainer_ttl_s=3",
     "nats.connect_timeout_s=5",
+    "nats.embedded_keys=false",  # the server is ours
 )
 WITHIN_S = 150.0  # a bound alone; starts of nine processes are in it
 

@@ -13,6 +13,7 @@ from services.cli import main
 from services.config import load
 from services.nats_server import free_port
 from services.run_folder import RunFolder
+from services.runtime import EXIT_NO_SERVER
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_service_without_a_server_ends_with_its_reason() -> None:
     url = f"nats://127.0.0.1:{free_port()}"
     words = [sys.executable, "-m", "services.cli", "run", "bank", "--nats", url, "--set", "nats.connect_timeout_s=1.0"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    assert done.returncode == EXIT_NO_SERVER
     assert "no NATS server answered" in done.stderr + done.stdout
     assert "Traceback" not in done.stderr
 

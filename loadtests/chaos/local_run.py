@@ -50,6 +50,7 @@ class LocalRun:
         self._lifeline = -1  # the stack ends with whoever holds this
         self._log_offset = 0
         self._children: dict[str, Process] = {}
+        self._said_to_start: dict[str, int] = {}
 
     def start(self, *more: str) -> None:
         """Start, or start again in the same folder; `more` are settings that hold for this start alone."""
@@ -58,6 +59,7 @@ class LocalRun:
         log = self.folder / "logs" / "supervisor.log"
         self._log_offset = log.stat().st_size if log.exists() else 0
         self._children.clear()
+        self._said_to_start.clear()
         command = [sys.executable, "-m", "loadtests.chaos.stack", "--config", str(CONFIG), *self.options]
         if self.seed is not None:
             command += ["--observer", public_key(self.seed)]
@@ -102,9 +104,13 @@ class LocalRun:
             for line in whole.splitlines():
                 event = json.loads(line)
                 if event.get("event") == "child started":
-                    process = Process.of(int(event["pid"]))
-                    if process is not None and process.carries(self.token):
-                        self._children[str(event["child"])] = process
+                    self._said_to_start[str(event["child"])] = int(event["pid"])
+        for child, pid in list(self._said_to_start.items()):  # one that does not run its program yet has not its environment
+            process = Process.of(pid)
+            if process is not None and process.carries(self.token):
+                self._children[child] = process
+            if process is None or self._children.get(child) == process or not process.alive():
+                del self._said_to_start[child]
         return self._children.get(label)
 
     def labels(self) -> list[str]:
