@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from services.consume import read_latest
 from services.provision import provision
 from services.registry import instances
 from tests.conftest import NatsServer, eventually
-from tests.press_stand import SETTINGS, WITHIN_S, picture
+from tests.press_stand import SETTINGS, WITHIN_S, picture, remove_sandboxes
 
 ENDS_WITHIN_S = 60.0
 _PATIENT = ("fencing.cut_off_s=30", "fencing.ttl_s=10", "fencing.trainer_ttl_s=15")  # none ends over a short silence
@@ -155,4 +154,4 @@ def running_floor(folder: Path) -> Iterator[Floor]:
         for service in floor.services.values():
             service.sweep()
         floor.server.kill()
-        shutil.rmtree(sandboxes, ignore_errors=True)
+        remove_sandboxes(sandboxes)

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import nats.errors
 
@@ -31,9 +32,9 @@ from schemas.ledger import BatchEntry, LedgerEntry, QuarantineEntry
 from schemas.sandbox import SandboxAttach, SandboxReset, SandboxRun, SandboxSeal
 from schemas.table import CONSUMERS, Role, Stream, consumer_of
 from schemas.training import StepCommit
-from services.bus import Bus, IntegrityError
-from services.consume import read_all
+from services.bus import Bus, IntegrityError, Item
 from services.pull import acknowledge, status_of
+from services.sandbox.mounts import mounts_under, unmount
 from tests.conftest import NatsServer, eventually
 
 WINDOW, SIBLINGS, BATCH = 6, 2, 2
@@ -94,25 +95,37 @@ class Picture:
 
 async def picture(bus: Bus) -> Picture:
     """Everything that the streams hold by now. LEDGER first: who is closed in it is leased in what is read after it."""
-    ledger = [(item.time_ns, decode_any(item.data)) for item in await read_all(bus, Stream.LEDGER)]
-    ready = [item.subject.rpartition(".")[2] for item in await read_all(bus, Stream.READY, "ready.*")]
-    leases = [(item.time_ns, item.decode(GroupLease)) for item in await read_all(bus, Stream.TASKS)]
-    steps = [item.decode(StepCommit) for item in await read_all(bus, Stream.TRAIN, "train.step.*")]
-    closings = [(item.time_ns, decode_any(item.data)) for item in await read_all(bus, Stream.LEDGER)]
+    ledger = [(item.time_ns, decode_any(item.data)) for item in await stored(bus, Stream.LEDGER)]
+    ready = [item.subject.rpartition(".")[2] for item in await stored(bus, Stream.READY) if ".ready." in item.subject]
+    leases = [(item.time_ns, item.decode(GroupLease)) for item in await stored(bus, Stream.TASKS)]
+    steps = [item.decode(StepCommit) for item in await stored(bus, Stream.TRAIN) if ".train.step." in item.subject]
+    closings = [(item.time_ns, decode_any(item.data)) for item in await stored(bus, Stream.LEDGER)]
     return Picture(leases=leases, ledger=ledger, steps=steps, ready=ready, closings=closings)
 
 
-async def unjudged(bus: Bus) -> tuple[int, int]:
-    """Sealed episodes without a verdict: now, and the most at any point of EPISODES."""
-    waiting, most = set[tuple[str, ...]](), 0
-    for item in await read_all(bus, Stream.EPISODES):
-        kind, *name = item.subject.removeprefix(bus.subjects.prefix).split(".")
+_seen: WeakKeyDictionary[Bus, dict[Stream, list[Item]]] = WeakKeyDictionary()
+
+
+async def stored(bus: Bus, stream: Stream) -> list[Item]:
+    """A log up to now, by single reads of what is new: a repeated look must not cost the server a consumer each time."""
+    items = _seen.setdefault(bus, {}).setdefault(stream, [])
+    for seq in range(len(items) + 1, await bus.last_sequence(stream) + 1):
+        items.append(await bus.get(stream, seq))
+    return list(items)
+
+
+async def sealed_episodes(bus: Bus) -> tuple[set[tuple[str, int]], int]:
+    """(group, slot) of every sealed episode, and the most at any point of EPISODES that had no verdict."""
+    sealed, waiting, most = set[tuple[str, int]](), set[tuple[str, int]](), 0
+    for item in await stored(bus, Stream.EPISODES):
+        kind, group, slot = item.subject.removeprefix(bus.subjects.prefix).split(".")
         if kind == "episode":
-            waiting.add(tuple(name))
+            sealed.add((group, int(slot)))
+            waiting.add((group, int(slot)))
         else:
-            waiting.discard(tuple(name))
+            waiting.discard((group, int(slot)))
         most = max(most, len(waiting))
-    return len(waiting), most
+    return sealed, most
 
 
 async def consumer(bus: Bus, template: str, **names: str) -> dict[str, Any]:
@@ -224,7 +237,14 @@ def running_line(folder: Path, *settings: str) -> Iterator[Line]:
         line.run.kill()
         clear(line.run)
         line.server.kill()
-        shutil.rmtree(sandboxes, ignore_errors=True)
+        remove_sandboxes(sandboxes)
+
+
+def remove_sandboxes(folder: Path) -> None:
+    """What services that were ended hard have left mounted, and the folder."""
+    for point in sorted(mounts_under(str(folder)), reverse=True):
+        unmount(point)
+    shutil.rmtree(folder)
 
 
 def check_record(now: Picture, *, reasons: frozenset[str] = frozenset({"stale"})) -> None:
@@ -290,7 +310,8 @@ async def command(line: Line, *words: str, code: int = 0) -> str:
 async def left_to_time_outs(bus: Bus, *roles: Role) -> list[str]:
     """Messages of work consumers (of these roles, or of all) that were delivered and neither acknowledged nor handed back.
 
-    Nobody has them, and they come again only when their time is over; everything else comes at once to whoever asks.
+    Nobody has them, and they come again only when their time is over; everything else comes at once to whoever asks. A server
+    that was killed forgets the acknowledgements of its last tenth of a second, so this says nothing after that.
     """
     found = []
     of_them = [spec.name.partition("{")[0] for spec in CONSUMERS if not roles or spec.role in roles]
@@ -301,7 +322,7 @@ async def left_to_time_outs(bus: Bus, *roles: Role) -> list[str]:
                 owed = info["num_pending"] + info["num_ack_pending"]
                 came = await pulled(bus, stream, info["name"], owed)
                 if came < owed:
-                    found.append(f"{info['name']}: {owed - came} of {owed}")
+                    found.append(f"{info['name']}: {owed - came} of {info['num_pending']} + {info['num_ack_pending']}")
     return found
 
 

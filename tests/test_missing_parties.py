@@ -5,7 +5,7 @@ The promise is 30 s. Here services beat more often, and the tests wait for the w
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,11 +164,21 @@ async def test_status_says_who_is_missing(
 
 
 @pytest.fixture
+def every_log() -> Iterator[None]:
+    """Whatever a command that ran in this process before has silenced."""
+    before = structlog.get_config()
+    structlog.reset_defaults()
+    yield
+    structlog.configure(**before)
+
+
+@pytest.fixture
 def nobody() -> str:
     """A URL at which no server is."""
     return f"nats://127.0.0.1:{free_port()}"
 
 
+@pytest.mark.usefixtures("every_log")
 async def test_a_start_without_a_server_names_it_at_once_and_at_the_end(nobody: str, run_name: str, tmp_path: Path) -> None:
     """The exit code tells the supervisor that it is no fault of the service."""
     config = configuration(nobody, run_name, tmp_path)
@@ -233,6 +243,7 @@ async def test_a_trainer_names_param_sync_and_then_admission(
             await waits_for("batch 0 from admission")
 
 
+@pytest.mark.usefixtures("every_log")
 async def test_a_wait_is_logged_with_its_culprit_deadline_and_end(
     nats_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
