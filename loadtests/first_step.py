@@ -15,6 +15,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def measure(checkout: Path, metrics: Path, steps: int, limit_s: float, command: 
             if first_step_s is None and done:
                 first_step_s = spent
             peak = max(peak, memory_of(process))
-            time.sleep(INTERVAL_S)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(INTERVAL_S)
         if first_step_s is None:
             first_step_s = time.monotonic() - begun
         os.killpg(child.pid, signal.SIGINT)
