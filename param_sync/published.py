@@ -18,9 +18,10 @@ from schemas.table import Stream
 from schemas.training import ObjectRef, StepCommit
 from services import blobs
 from services.base_weights import snapshot_of
-from services.bus import Bus, IntegrityError
+from services.bus import Bus
 from services.config import Config
 from services.consume import read_all
+from services.items import IntegrityError
 from services.ownership import Ownership
 
 log = structlog.get_logger()

@@ -13,8 +13,9 @@ import structlog
 from rollouter.replies import NoAnswer, Replies
 from schemas.message import Message
 from schemas.sandbox import Lane, SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
-from services.bus import Bus, BusError
+from services.bus import Bus
 from services.health import Health
+from services.items import BusError
 from services.sandbox.classify import is_package_heavy
 
 log = structlog.get_logger()

@@ -91,7 +91,9 @@ def _reading(role: Role, spec: StreamSpec, run: str) -> Iterator[str]:
     if role in spec.readers or any(subject.once and role in subject.publishers for subject in spec.subjects):
         yield f"{_API}STREAM.MSG.GET.{stream}"  # who writes a subject once must see what already stands there
     if role in spec.readers:
-        yield f"{_API}CONSUMER.CREATE.{stream}"  # in this form the server makes ephemeral consumers only
+        # The name stands in the subject, where others' names are denied. Without it, the server takes the name from the request
+        # and changes whatever consumer has it.
+        yield f"{_API}CONSUMER.CREATE.{stream}.*"
         yield f"{_API}CONSUMER.INFO.{stream}.*"
         yield f"{_API}CONSUMER.MSG.NEXT.{stream}.*"
 
@@ -105,7 +107,9 @@ def _working(consumer: ConsumerSpec, x: str, lane: str, run: str) -> Iterator[st
 
 def _touching(consumer: ConsumerSpec, x: str, lane: str, run: str) -> Iterator[str]:
     """Everything that could change or empty another role's consumer."""
-    yield from _using(consumer, _name(consumer, x, lane), ">", run)
+    name = _name(consumer, x, lane)
+    yield f"{_API}CONSUMER.CREATE.{Subjects(run).stream(consumer.stream)}.{name}"
+    yield from _using(consumer, name, ">", run)
 
 
 def _using(consumer: ConsumerSpec, name: str, filtered: str, run: str) -> Iterator[str]:

@@ -11,10 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from schemas.table import Role
-from services.bus import BusError
 from services.child import follow_lifeline
 from services.config import Config, ConfigError, load, to_toml
 from services.identity import run_keys, seed_path
+from services.items import BusError
 from services.logs import start_logging
 from services.nats_server import ServerError
 from services.registry import SERVE, load_serve

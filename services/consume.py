@@ -7,6 +7,7 @@ server whether what it has read still stands there; `services/continuity.py` say
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from schemas.table import Stream, family_of, spec_of
-from services.bus import DIGEST_HEADER, Bus, IntegrityError, Item
+from services.bus import Bus
 from services.continuity import Hole, LogRewound, Standing
 from services.dead_letters import pass_over, report_loss
+from services.items import DIGEST_HEADER, IntegrityError, Item
 from services.pull import Damaged, Inbox, Position, position_of, pull_forever, to_item
 
 BATCH = 256
@@ -99,6 +101,8 @@ async def events(
                         await reader.find_unreadable()
                     else:
                         position = position_of(message)
+                        if reader.has_missed(position):
+                            break
                         if reader.has_passed(position):
                             continue
                         await reader.pass_to(position)
@@ -155,6 +159,7 @@ class _Reader:
         self._holes: list[Hole] = []  # that the reader was not given yet
         self._pending = 0  # messages still to come, by the server's count
         self._quiet = 0
+        self._delivered = 0  # messages that the present consumer has given us
 
     async def look(self) -> None:
         """Note what the server says is missing. Raises `Rewound` when something that was read is gone."""
@@ -183,8 +188,10 @@ class _Reader:
             raise LogRewound(Hole(self._stream, anchor, anchor, "truncated"))
 
     async def create(self) -> None:
-        """An ephemeral consumer from here on."""
+        """An ephemeral consumer from here on, under a name that nobody can guess and pull from in our place."""
+        name = f"fold-{secrets.token_hex(12)}"
         config: dict[str, Any] = {
+            "name": name,
             "ack_policy": "none",
             "deliver_policy": "last_per_subject" if self._latest else "by_start_sequence",
             "inactive_threshold": 60_000_000_000,
@@ -197,11 +204,17 @@ class _Reader:
             config["filter_subjects"] = self._filters or [">"]
         if not self._latest:
             config["opt_start_seq"] = self._standing.at + 1
-        reply = await self._bus.request(f"CONSUMER.CREATE.{self.name}", {"stream_name": self.name, "config": config})
+        reply = await self._bus.request(f"CONSUMER.CREATE.{self.name}.{name}", {"stream_name": self.name, "config": config})
+        self._delivered = 0
         self.consumer, self._pending = reply["name"], int(reply.get("num_pending", 0))
 
     def is_at_end(self) -> bool:
         return self._pending == 0
+
+    def has_missed(self, position: Position) -> bool:
+        """Whether a delivery before this one was lost on its way to us: it must be asked for again, and is no hole."""
+        self._delivered += 1
+        return position.consumer_seq != self._delivered
 
     def has_passed(self, position: Position) -> bool:
         return position.seq <= self._standing.at and not self._latest

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from schemas.permissions import IDENTITIES, Instances
 from schemas.table import Role
-from services.bus import BusError
-from services.child import ChildSpec
+from services.child import ChildSpec, signal_group
 from services.config import Config, ConfigError
+from services.disk_watch import DiskWatch
 from services.health import pause
 from services.identity import make_keys, run_keys
+from services.items import BusError
 from services.nats_server import Cluster, accepts, binary, configuration, free_port
 from services.run_folder import RunFolder
 from services.server_accounts import account, accounts
-from services.supervisor import GaveUp, Supervisor
+from services.supervisor import GaveUp, Limits, Supervisor
 
 SERVER = "nats-server"
 _START_S = 30.0
@@ -32,7 +35,7 @@ class EmbeddedServers:
     Raises `ConfigError` when the folder's store was made by another kind of server.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None], limits: Limits | None = None) -> None:
         self._folder = folder
         self._say = say
         self.given_up: list[str] = []
@@ -40,8 +43,13 @@ class EmbeddedServers:
         self._labels = [SERVER] if config.nats.nodes == 1 else [f"{SERVER}-{n}" for n in range(1, config.nats.nodes + 1)]
         home = (folder.path / "nats").resolve()
         _check_store(config, home)
-        plans = _plans(config, folder, home, self._labels, self._ports)
-        self.supervisors = {plan.label: Supervisor([plan], say) for plan in plans}
+        monitors = [f"127.0.0.1:{free_port()}" for _ in self._labels]
+        plans = _plans(config, folder, home, self._labels, self._ports, monitors)
+        self._watches = [
+            DiskWatch(label, home / store, monitor, say=say, restart=partial(self._kill, label))
+            for label, store, monitor in zip(self._labels, _stores(len(self._labels)), monitors, strict=True)
+        ]
+        self.supervisors = {plan.label: Supervisor([plan], say, limits) for plan in plans}
         self.nats = config.nats.model_copy(
             update={
                 **dict.fromkeys(("nkey_seed_file", "admin_seed_file", "tls_ca_file"), ""),
@@ -58,6 +66,7 @@ class EmbeddedServers:
         """
         stop = asyncio.Event()
         tasks = [asyncio.create_task(self._keep(label, stop, on_lost), name=label) for label in self._labels]
+        tasks += [asyncio.create_task(watch.run(stop), name="disk watch") for watch in self._watches]
         tasks.append(asyncio.create_task(self._note_readiness(stop), name="nats-server readiness"))
         try:
             for label, port in zip(self._labels, self._ports, strict=True):
@@ -71,6 +80,12 @@ class EmbeddedServers:
     def pid(self, label: str) -> int | None:
         """Process id of a server that runs now."""
         return self.supervisors[label].pid(label)
+
+    def _kill(self, label: str) -> None:
+        """End a server as a crash would, which its store is made for; its supervisor starts it again."""
+        pid = self.pid(label)
+        if pid is not None:
+            signal_group(pid, signal.SIGKILL)
 
     async def _keep(self, label: str, stop: asyncio.Event, on_lost: Callable[[str], None]) -> None:
         try:
@@ -104,7 +119,9 @@ def store_limit(config: Config) -> int:
     return int(config.nats.store_bytes * _HEAD_ROOM) + 2**26
 
 
-def _plans(config: Config, folder: RunFolder, home: Path, labels: list[str], ports: list[int]) -> list[ChildSpec]:
+def _plans(
+    config: Config, folder: RunFolder, home: Path, labels: list[str], ports: list[int], monitors: list[str]
+) -> list[ChildSpec]:
     """One process per server. Each inherits the folder's lock: the store is in use for as long as one of them lives."""
     known = ""
     if config.nats.embedded_keys:
@@ -113,12 +130,14 @@ def _plans(config: Config, folder: RunFolder, home: Path, labels: list[str], por
     routes = [f"127.0.0.1:{free_port()}" for _ in labels]
     secret = secrets.token_hex(16)
     plans = []
-    for label, port, route, store in zip(labels, ports, routes, _stores(len(labels)), strict=True):
+    places = zip(labels, ports, monitors, routes, _stores(len(labels)), strict=True)
+    for label, port, monitor, route, store in places:
         text = configuration(
             store=home / store,
             port=port,
             max_file_bytes=store_limit(config),
             name="headrace" if len(labels) == 1 else label,
+            monitor=monitor,
             cluster=Cluster(listen=route, routes=routes, secret=secret) if len(labels) > 1 else None,
             accounts=known,
         )

@@ -59,7 +59,9 @@ class Health:
             del self._waits[key]
 
     def snapshot(self) -> Heartbeat:
-        longest = sorted(self._waits.values(), key=lambda wait: wait.since_ns)[:8]
+        held = self._bus.holds.wait()
+        waits = [*self._waits.values(), *([held] if held else [])]
+        longest = sorted(waits, key=lambda wait: wait.since_ns)[:8]
         return Heartbeat(
             run=self._bus.run,
             service=str(self._bus.role),
@@ -68,7 +70,7 @@ class Health:
             pid=os.getpid(),
             phase=self.phase,
             waits=tuple(longest),
-            counters={**self.counters, **self._of_the_bus(), "waits": float(len(self._waits))},
+            counters={**self.counters, **self._of_the_bus(), "waits": float(len(waits))},
             loop_lag_s=self.loop_lag_s,
             started_ns=self._started_ns,
             at_ns=time.time_ns(),

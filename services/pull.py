@@ -20,7 +20,8 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from schemas.codec import digest
-from services.bus import DIGEST_HEADER, Bus, BusError, IntegrityError, Item, item_of
+from services.bus import Bus
+from services.items import DIGEST_HEADER, BusError, IntegrityError, Item, item_of
 
 log = structlog.get_logger()
 PULL_BYTES = 16 * 2**20
@@ -148,16 +149,17 @@ class Inbox:
 async def pull_forever(
     bus: Bus, stream: str, consumer: str, inbox: Inbox, stop: asyncio.Event, batch: int
 ) -> AsyncGenerator[Msg | None, None]:
-    """Messages of one consumer, pull after pull; ends when `stop` is set or the consumer is gone.
+    """Messages of one consumer, pull after pull; ends when `stop` is set, the consumer is gone, or the connection was lost.
 
+    What was on its way when the connection broke is gone, and without acknowledgements the consumer takes it for delivered.
     Yields `None` whenever a pull of ours has waited at the server for a second without an answer.
     """
-    while not stop.is_set() and not bus.client.is_closed:
+    reconnected = bus.reconnected
+    while not stop.is_set() and not bus.client.is_closed and not reconnected.is_set():
         received = 0
         await send_pull(bus, stream, consumer, inbox.subject, batch)
         quiet_since = time.monotonic()
         deadline = quiet_since + EXPIRES_S + 2.0
-        reconnected = bus.reconnected
         while received < batch and not stop.is_set() and not reconnected.is_set():
             if not inbox.arrived:
                 await inbox.wait(0.5)

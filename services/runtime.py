@@ -17,10 +17,11 @@ import structlog
 import uvloop
 
 from schemas.table import Role
-from services.bus import Bus, BusError
+from services.bus import Bus
 from services.config import Config, ConfigError
 from services.health import Health
 from services.identity import may_create_streams, read_seed, seed_file
+from services.items import BusError
 from services.logs import start_logging
 from services.provision import await_streams, provision
 from services.tracing import start_tracing

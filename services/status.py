@@ -16,11 +16,12 @@ from schemas.health import ALARM, Heartbeat, Wait
 from schemas.message import Message
 from schemas.policy import EngineState, FleetVersions
 from schemas.table import Role, Stream
-from services.bus import Bus, BusError, IntegrityError, Item
+from services.bus import Bus
 from services.config import Config
 from services.consume import read_events
 from services.continuity import Hole
 from services.high_water import cut_short
+from services.items import BusError, IntegrityError, Item
 from services.pull import Damaged
 from services.runtime import connect
 from services.stopped_run import has_ended

@@ -14,8 +14,9 @@ from schemas.codec import MAX_WIRE_BYTES, digest, encode
 from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, AbandonReason
 from schemas.table import Role, Stream
-from services.bus import DIGEST_HEADER, Bus, BusError, Fenced, IntegrityError, OnceConflict
+from services.bus import Bus
 from services.consume import read_all
+from services.items import DIGEST_HEADER, BusError, Fenced, IntegrityError, OnceConflict
 from services.nats_server import free_port
 from services.provision import TableMismatch, provision
 

@@ -23,7 +23,7 @@ def services(name: str) -> dict[str, dict[str, Any]]:
     return dict(yaml.safe_load((COMPOSE / name).read_text())["services"])
 
 
-BASE, KEYS, CLUSTER = services("docker-compose.yml"), services("keys.yml"), services("cluster.yml")
+BASE, KEYS, CLUSTER, TLS = map(services, ("docker-compose.yml", "keys.yml", "cluster.yml", "tls.yml"))
 NODES = ("nats", "nats-2", "nats-3")
 
 
@@ -79,6 +79,19 @@ def test_a_cluster_has_three_nodes_with_stores_of_their_own_under_one_name() -> 
     for name in NODES[1:]:
         for key in ("image", "command", "restart", "healthcheck", "stop_grace_period"):
             assert CLUSTER[name][key] == BASE["nats"][key]
+
+
+def test_with_tls_servers_have_the_certificates_and_services_the_authority_alone() -> None:
+    assert set(TLS) == {*BASE, "provision"}
+    for name, service in TLS.items():
+        assert set(service) == {"volumes"}, "everything else is as in the stack"
+        ((target, source),) = mounts(service).items()
+        if name == "nats":
+            assert (target, source.rpartition("}")[2]) == ("/etc/nats/tls", "/tls")
+        else:
+            assert (target, source) == ("/etc/headrace/ca.pem", "${HEADRACE_KEYS}/tls/ca.pem")
+    for name in NODES[1:]:
+        assert mounts(CLUSTER[name])["/etc/nats/tls"].startswith("${HEADRACE_TLS:-")
 
 
 def test_the_clusters_configuration_is_that_of_the_embedded_servers() -> None:

@@ -10,7 +10,8 @@ from test_lineage import commit as plain_commit
 from schemas.codec import encode
 from schemas.table import Role
 from schemas.training import Branch, StepCommit
-from services.bus import Bus, Fenced
+from services.bus import Bus
+from services.items import Fenced
 from trainer.checkpoint import Commit
 from trainer.step_log import StepLog
 

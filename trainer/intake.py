@@ -12,7 +12,8 @@ from schemas.group import ReadyGroup
 from schemas.ledger import BatchEntry, BatchGroup
 from schemas.table import Stream
 from schemas.trajectory import Episode
-from services.bus import Bus, IntegrityError
+from services.bus import Bus
+from services.items import IntegrityError
 from trainer.batch import TrainRow, row_from_episode
 from trainer.credit import Credit, Scale, advantages
 

@@ -18,9 +18,9 @@ from schemas.ledger import BatchEntry
 from schemas.policy import WeightsManifest
 from schemas.table import Stream
 from schemas.training import StepCommit
-from services.bus import BusError, Item
 from services.consume import fold
 from services.health import pause
+from services.items import BusError, Item
 from services.ownership import Ownership, owned
 from services.runtime import ServiceContext
 from services.tracing import span

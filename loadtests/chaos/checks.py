@@ -21,9 +21,10 @@ from schemas.policy import WeightsManifest
 from schemas.table import STREAMS, Stream
 from schemas.training import StepCommit
 from schemas.trajectory import Episode, TurnRecord
-from services.bus import Bus, IntegrityError, Item
+from services.bus import Bus
 from services.config import Config
 from services.consume import read_all
+from services.items import IntegrityError, Item
 from trainer.checkpoint import Checkpoint, verify
 
 M = TypeVar("M", bound=Message)

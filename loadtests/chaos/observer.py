@@ -22,7 +22,8 @@ from schemas.message import Message
 from schemas.sandbox import SandboxResult
 from schemas.table import Role, Stream, Subjects
 from schemas.trajectory import Episode
-from services.bus import Bus, BusError
+from services.bus import Bus
+from services.items import BusError
 
 _LOOK_FOR_CHECKPOINTS_S = 0.01
 _ANSWER_S = 2.0
