@@ -101,6 +101,11 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--attempts", type=int, metavar="N", help="attempts on each split")
     evaluate.add_argument("--json", metavar="OUT", help="write the result here as well")
 
+    text = "make, apply or inspect the sparse patch between two checkpoints"
+    patch = commands.add_parser("patch", help=text, description=text[0].upper() + text[1:] + ".")
+    _patch_arguments(patch.add_subparsers(dest="action", required=True, metavar="ACTION"))
+    patch.set_defaults(command=_patch)
+
     _command(commands, "sft", _sft, "train the example's warm start on demonstrations")
     return top
 
@@ -119,6 +124,23 @@ def _command(
     command.add_argument("--nats", metavar="URL", help="NATS server(s), comma-separated (nats.url)")
     command.set_defaults(command=run)
     return command
+
+
+def _patch_arguments(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    diff = actions.add_parser("diff", help="write the patch from one checkpoint to another")
+    diff.add_argument("old", type=Path, metavar="OLD.safetensors")
+    diff.add_argument("new", type=Path, metavar="NEW.safetensors")
+    diff.add_argument("--level", type=int, choices=(1, 2), default=1, help="2: smaller, and slower to make and to apply")
+    apply = actions.add_parser("apply", help="write the checkpoint that a patch makes of another")
+    apply.add_argument("old", type=Path, metavar="OLD.safetensors")
+    apply.add_argument("patch", type=Path, metavar="P")
+    inspect = actions.add_parser("inspect", help="say what a patch or an anchor holds, and check its frames")
+    inspect.add_argument("patch", type=Path, metavar="P")
+    for action in (diff, apply):
+        action.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="file to write, whole or not at all")
+        action.add_argument("--workers", type=int, default=0, metavar="N", help="threads; default: one for each processor")
+    for action in (diff, apply, inspect):
+        action.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def _config(options: argparse.Namespace, *more: str) -> Config:
@@ -228,6 +250,15 @@ def _sft(options: argparse.Namespace) -> int:
         raise UsageError("`headrace sft` needs --config FILE with an [sft] table")
     run: Callable[[list[str]], int] = importlib.import_module("trainer.sft").main
     return run(["--config", options.config])
+
+
+def _patch(options: argparse.Namespace) -> int:
+    from services import patch_command
+
+    try:
+        return patch_command.run(options)
+    except patch_command.PatchCommandError as error:
+        raise UsageError(str(error)) from error
 
 
 def _folder(options: argparse.Namespace) -> Path | None:

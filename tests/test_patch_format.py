@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
+import xxhash
 
-from param_sync.patch import codec, frame, planes, streams
+from param_sync.patch import codec, frame, number_kernels, planes, streams
 from param_sync.patch.bits import Bits, same_state
 from param_sync.patch.container import decode_header
 from param_sync.patch.digest import digest_of, state_digest, tensor_digest
@@ -36,6 +39,12 @@ OLD, NEW = Snapshot.of(STATE, version=6, incarnation=1), Snapshot.of(NEXT, versi
 RAMP = np.arange(4096).astype(np.uint16) + 0x3C00
 RAMP_OLD = Snapshot.of({"w": Bits("bf16", (4096,), RAMP)}, version=0, incarnation=0)
 RAMP_NEW = {"w": Bits("bf16", (4096,), (RAMP + (np.arange(4096) % 7 == 0)).astype(np.uint16))}
+# Small weights move by one up or down, or by many; a few larger ones by one up.
+WIDE = (np.arange(8192) * 37 % 8192 + 0x3000).astype(np.uint16)
+PLACE = np.arange(8192) * 61 % 8192
+WIDE_STEP = np.where(WIDE < 0x3400, (PLACE % 5 == 0) * (1 - 2 * (PLACE & 1)) + (PLACE % 211 == 0) * 900, PLACE % 640 == 3)
+WIDE_OLD = Snapshot.of({"w": Bits("bf16", (64, 128), WIDE)}, version=0, incarnation=0)
+WIDE_NEW = {"w": Bits("bf16", (64, 128), (WIDE + WIDE_STEP).astype(np.uint16))}
 
 PATCH = bytes.fromhex(
     "48525745494748540100010053010000c8000000000000006bafd951d8b76bc02c68f205c97f3e4087a776657273696f6e07ab696e636172"
@@ -73,10 +82,43 @@ COMPRESSED = bytes.fromhex(
     "00000011000080130000800000000028b52ffd604a014d00001000060100452a800528b52ffd204a450000100000010085022c28b52ffd60"
     "4a014d00001000000100452a80059277c7b1d82c62aa"
 )
+GAPS = bytes.fromhex(
+    "485257454947485402000100010100001601000000000000d958cbdd1491589f923161041c0903c587a776657273696f6e01ab696e636172"
+    "6e6174696f6e00a6646967657374d94039363233396632353565613639663261376166333730666632613263626266323465653139623230"
+    "656531343863386639336631386164646338343434623461ac626173655f76657273696f6e00ab626173655f646967657374d94062316264"
+    "3239643135383961363433373832303736373230613232666466323739363339626537353539393766643362616638653262626562663363"
+    "66633662a774656e736f72739196a177a4626631369240cc80c41047041e85150a5e29481f5af4f2f71921c41070bd1da5cb52cdda1a28f2"
+    "4b37669031cd0116a772656d6f766564900402000116010000000000000000000000200000de0000000000000000000000ffde0000007c00"
+    "00006500000001001a5c3724248b80005c00000012000000120012002412242412245c2481df3e00000040401b00ebd268003c333500af8a"
+    "57004e52f41a5e0c8805ba97f0e0ee2b0be8864a63ed6f60e2b794e544cb9d36016c15263233d0a0609655360a19a632f526b925910a4202"
+    "91814dcc1b31241922cc481a22672e8cb1320100278826875900000000000000000000000000000000000000000000000000000000000000"
+    "00000000000080812c000000f51f0c009b0ce22880405904ec3d4c0115c6b757b1f08ab94d59c5880227e5b18b0a419836eae06af5978f87"
+    "08060606060606fa4fe041157beac5"
+)
+RANKS = bytes.fromhex(
+    "4852574549474854020002000101000005010000000000008c503ea952a78c606b3ea15eeb0d360787a776657273696f6e01ab696e636172"
+    "6e6174696f6e00a6646967657374d94039363233396632353565613639663261376166333730666632613263626266323465653139623230"
+    "656531343863386639336631386164646338343434623461ac626173655f76657273696f6e00ab626173655f646967657374d94062316264"
+    "3239643135383961363433373832303736373230613232666466323739363339626537353539393766643362616638653262626562663363"
+    "66633662a774656e736f72739196a177a4626631369240cc80c41047041e85150a5e29481f5af4f2f71921c41070bd1da5cb52cdda1a28f2"
+    "4b37669031cd0105a772656d6f766564900502000205010000000000000000000000200000de000000000000000000000067ffd30000000b"
+    "0000004000000016000000610000000c000000010008616180c280878ce74d4d61132c00000000408b23ae67de34860b01009ddd6c77e070"
+    "e8da8d3f9ee98e2ab0f5374dd447d3ff6c3b3f0a72705e4018e6000023ac049007ad04ac04ac04be0bac04ab04c802ab0401002787bd87bc"
+    "00000000000000000000000000000000000000000000000000000000000000000000000000808728000000d5ef149d8a2c3e0ba645ed9ca6"
+    "a9574f72578986544c1e076a63d63b10fbe910ca9367f094976de108060606060606000000000000000000000000c46d62cc2eace68a"
+)
+
+
+def stamped(file: bytes, version: int, level: int) -> bytes:
+    """The same file under another version and level."""
+    size = int.from_bytes(file[12:16], "little")
+    head = file[:8] + struct.pack("<HH", version, level) + file[12:24]
+    return head + xxhash.xxh3_128_digest(head + file[40 : 40 + size]) + file[40:]
 
 
 def test_the_golden_patch_is_written_and_read() -> None:
-    assert codec.encode(OLD, NEW).tobytes() == PATCH
+    assert codec.encode(OLD, NEW).tobytes() == stamped(PATCH, 2, 1)
+    assert codec.encode(OLD, NEW, level=2).tobytes() == stamped(PATCH, 2, 2)
     made = codec.apply(OLD, PATCH)
     assert same_state(made.tensors, NEXT)
     assert made.version == 7
@@ -85,13 +127,22 @@ def test_the_golden_patch_is_written_and_read() -> None:
 
 
 def test_the_golden_anchor_is_written_and_read() -> None:
-    assert codec.encode_anchor(NEW).tobytes() == ANCHOR
+    assert codec.encode_anchor(NEW).tobytes() == stamped(ANCHOR, 2, 1)
     assert same_state(codec.apply(None, ANCHOR).tensors, NEXT)
     assert decode_header(ANCHOR)[0].is_anchor
 
 
 def test_a_golden_compressed_patch_is_read() -> None:
     assert same_state(codec.apply(RAMP_OLD, COMPRESSED).tensors, RAMP_NEW)
+
+
+@pytest.mark.parametrize(("file", "form"), [(GAPS, frame.GAPS), (RANKS, frame.RANKS)], ids=["gaps", "ranks"])
+def test_golden_compiled_forms_are_read(file: bytes, form: int) -> None:
+    _, body = decode_header(file)
+    parsed = frame.parse(memoryview(file)[body:])
+    assert parsed.form == form
+    assert number_kernels.RANS in {stream[0] for stream, _, n in parsed.streams if n}
+    assert same_state(codec.apply(WIDE_OLD, file).tensors, WIDE_NEW)
 
 
 def test_golden_digests() -> None:

@@ -1,95 +1,19 @@
-"""Which elements differ, and the two codings of them, each in numpy or compiled by size.
-
-Both forms write the same bytes. numpy serves small tensors, so that a service which holds only those never loads a compiler.
-"""
+"""Which elements differ, in plain numpy: enough for small tensors, so that a service which holds only those never loads a
+compiler, and for words of other widths than 16 bits, which are few."""
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
-from param_sync.patch import gaps, steps
 from param_sync.patch.bits import Words
-from param_sync.patch.errors import Corrupt
 
-COMPILED_FROM = 1 << 20
-"""Elements in a segment from which the compiled form is used."""
+COMPILED_FROM = 1 << 16
+"""Elements in a tensor of 16-bit floats from which the writer takes a compiled form."""
 
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
-
-
-def _kernels() -> ModuleType:
-    from param_sync.patch import kernels
-
-    return kernels
-
-
-def _wide(words: U16) -> U16:
-    """The same words at an address that allows 64-bit reads."""
-    return words if words.ctypes.data % 8 == 0 else words.copy()
 
 
 def positions_of(old: Words, new: Words) -> U32:
     """Ascending positions of the words that differ."""
-    if old.dtype.itemsize != 2 or old.size < COMPILED_FROM:
-        return np.flatnonzero(old != new).astype(np.uint32)
-    k, a, b = _kernels(), _wide(old), _wide(new)
-    positions = np.empty(old.size, np.uint32)
-    return positions[: k.scan(k.words4(a), k.words4(b), a, b, positions)].copy()
-
-
-def encode_gaps(positions: U32, elements: int) -> tuple[int, U8, bytes | U8, U32]:
-    """(shift, symbols, planes, escapes) of the positions among `elements`."""
-    shift = gaps.shift_for(elements, len(positions))
-    if elements < COMPILED_FROM:
-        return shift, *gaps.encode(positions, shift)
-    symbols, escapes = np.empty(len(positions), np.uint8), np.empty(len(positions), np.uint32)
-    planes = np.zeros(shift * gaps.plane_bytes(len(positions)), np.uint8)
-    count = _kernels().encode_gaps(positions, shift, gaps.plane_bytes(len(positions)), symbols, planes, escapes)
-    return shift, symbols, planes, escapes[:count]
-
-
-def decode_gaps(symbols: U8, planes: U8, escapes: U32, shift: int, elements: int) -> U32:
-    """The positions. Raises `Corrupt` when the streams disagree or run past `elements`."""
-    if elements < COMPILED_FROM:
-        return gaps.decode(symbols, planes, escapes, shift, elements)
-    positions = np.empty(len(symbols), np.uint32)
-    bad = _kernels().decode_gaps(symbols, planes, escapes, shift, gaps.plane_bytes(len(symbols)), elements, positions)
-    if bad == -2:
-        raise Corrupt(f"the escaped gaps and the list of {len(escapes)} disagree")
-    if bad >= 0:
-        raise Corrupt(f"a change is at element {bad} of {elements}")
-    return positions
-
-
-def encode_steps(old: U16, new: U16, positions: U32) -> tuple[bytes | U8, U8, U16]:
-    """(sign bits, magnitudes, escapes) of the changed elements."""
-    if old.size < COMPILED_FROM:
-        return steps.encode(old[positions], new[positions])
-    signs = np.zeros((len(positions) + 7) // 8, np.uint8)
-    magnitudes, escapes = np.empty(len(positions), np.uint8), np.empty(len(positions), np.uint16)
-    return signs, magnitudes, escapes[: _kernels().encode_steps(old, new, positions, signs, magnitudes, escapes)]
-
-
-def decode_steps(old: U16, positions: U32, signs: U8, magnitudes: U8, escapes: U16) -> U16:
-    """The new words at `positions`, which are in range. Raises `Corrupt` when the streams disagree."""
-    if old.size < COMPILED_FROM:
-        return steps.decode(old[positions], signs, magnitudes, escapes)
-    if len(escapes) and int(escapes.max()) > steps.LARGEST:
-        raise Corrupt(f"a step of {int(escapes.max()) + 1} is longer than the line")
-    values = np.empty(len(positions), np.uint16)
-    if _kernels().decode_steps(old, positions, signs, magnitudes, escapes, values):
-        raise Corrupt(f"the escaped steps and the list of {len(escapes)} disagree")
-    return values
-
-
-def scatter(words: Words, positions: U32, values: Words) -> None:
-    """`words[positions] = values`, in place; positions are in range."""
-    if words.dtype.itemsize != 2 or words.size < COMPILED_FROM:
-        words[positions] = values
-    else:
-        _kernels().scatter(positions, values, words)
+    return np.flatnonzero(old != new).astype(np.uint32)

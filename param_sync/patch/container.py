@@ -13,9 +13,10 @@ from param_sync.patch.errors import Corrupt, PatchError, Truncated
 from param_sync.patch.tensor import TensorEntry, TensorPatch
 
 MAGIC = b"HRWEIGHT"
-FORMAT_VERSION = 1
-LEVEL = 1
-"""1: gaps and steps under zstd. Higher levels (positions ranked by the old exponent, static rANS) have numbers of their own."""
+FORMAT_VERSION = 2
+"""Version 1 had level 1 alone, without the compiled forms; it is still read."""
+LEVELS = (1, 2)
+"""1: positions as gaps. 2: positions also as ranks among the elements of equal old exponent. Values as steps in both."""
 MAX_HEADER_BYTES = 256 * 2**20
 
 _HEAD = struct.Struct("<8sHHIQ")  # magic, format version, level, header bytes, body bytes
@@ -67,6 +68,7 @@ def assemble(
     base_version: int | None = None,
     base_digest: str | None = None,
     removed: Iterable[str] = (),
+    level: int = 1,
 ) -> Encoded:
     """The file made of tensors' parts, wherever they were encoded. Sorted by name, so the order of arrival leaves no trace.
 
@@ -89,7 +91,7 @@ def assemble(
         removed=gone,
     )
     coded = msgspec.msgpack.encode(header)
-    head = _HEAD.pack(MAGIC, FORMAT_VERSION, LEVEL, len(coded), sum(len(part.body) for part in tensors))
+    head = _HEAD.pack(MAGIC, FORMAT_VERSION, level, len(coded), sum(len(part.body) for part in tensors))
     return Encoded(header, (head, xxhash.xxh3_128_digest(head + coded), coded, *(part.body for part in tensors)))
 
 
@@ -104,8 +106,8 @@ def decode_header(buffer: bytes | bytearray | memoryview, *, partial: bool = Fal
     magic, version, level, header_bytes, body_bytes = _HEAD.unpack_from(view)
     if magic != MAGIC:
         raise Corrupt(f"not a weights file: it begins with {bytes(magic)!r}", offset=0)
-    if (version, level) != (FORMAT_VERSION, LEVEL):
-        known = f"this reader knows {FORMAT_VERSION} at level {LEVEL}"
+    if not (1 <= version <= FORMAT_VERSION and level in LEVELS[:version]):
+        known = f"this reader knows version 1 at level 1 and version {FORMAT_VERSION} at levels {LEVELS}"
         raise Corrupt(f"format {version} at level {level} is unknown; {known}", offset=8)
     if header_bytes > MAX_HEADER_BYTES:
         raise Corrupt(f"a header of {header_bytes} bytes exceeds the limit of {MAX_HEADER_BYTES}", offset=12)
@@ -124,6 +126,11 @@ def decode_header(buffer: bytes | bytearray | memoryview, *, partial: bool = Fal
         kind = Truncated if len(view) < start + body_bytes else Corrupt
         raise kind(f"the file must have {start + body_bytes} bytes, got {len(view)}", offset=min(len(view), start + body_bytes))
     return header, start
+
+
+def level_of(buffer: memoryview) -> int:
+    """The level of a file whose header `decode_header` has accepted."""
+    return int(_HEAD.unpack_from(buffer)[2])
 
 
 def _check(header: Header, body_bytes: int) -> None:
