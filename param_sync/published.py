@@ -85,6 +85,15 @@ class Published:
         await self._publish_anchor(self.newest)
         return True
 
+    async def publish_anchor_for(self, reason: str) -> None:
+        """Publish a full snapshot of the newest weights because a receiver cannot get there along the chain.
+
+        Does nothing when there is one already.
+        """
+        if anchor_due(self._policy, self._manifests, weights_of(self.newest), requested=True) is not None:
+            log.warning("anchor", version=self.newest.version, reason=reason)
+            await self._publish_anchor(self.newest)
+
     async def collect(self, needs: Iterable[Need]) -> int:
         """Remove the objects that no receiver needs, so that the store does not fill; gives the number of links."""
         keep = self._config.param_sync.keep_anchors
@@ -103,6 +112,11 @@ class Published:
     def way(self, target: Weights, held: Weights | None) -> tuple[WeightsManifest, ...]:
         """The links from `held`, or from nothing, to `target`. Raises `BrokenChain`."""
         return tuple(self._links[manifest.name] for manifest in plan_chain(self._manifests, target, held))
+
+    def anchor_at(self, target: Weights) -> tuple[WeightsManifest, ...]:
+        """The one link that needs nothing else to get to `target`; empty when there is none."""
+        link = self._links.get(f"anchor-{target.incarnation}-{target.version}")
+        return () if link is None else (link,)
 
     async def _rebuild(self, target: Weights) -> Snapshot:
         held: Snapshot | None = None

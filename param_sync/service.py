@@ -10,17 +10,20 @@ import structlog
 from param_sync import rollout_plan as plan
 from param_sync.chain import BrokenChain, Need, Weights
 from param_sync.published import Published, weights_of
-from schemas.policy import ApplyOrder, EngineState, FleetVersions
+from schemas.policy import ApplyOrder, EngineState, FleetVersions, WeightsManifest
 from schemas.table import Stream
 from schemas.training import StepCommit
 from services.consume import fold
 from services.ownership import Ownership, owned
 from services.runtime import ServiceContext
+from services.standing_wait import StandingWait
 from services.tracing import span
 
 log = structlog.get_logger()
 _GONE_AFTER_S = 15.0
 _LOOK_AGAIN_S = 5.0
+_DISTRUST_AFTER = 2  # failures of one engine: the first may be its own, a second from the anchor points at the stored chain
+_EVERYONE = 2**31  # more engines than there can be
 
 
 async def serve(context: ServiceContext) -> None:
@@ -53,7 +56,8 @@ class Synchronizer:
         self._ownership = ownership
         self._bus = context.bus
         settings = context.config.param_sync
-        self._limits = plan.Policy(max_unavailable=settings.max_unavailable, apply_deadline_s=settings.apply_timeout_s)
+        out = _EVERYONE if settings.max_unavailable == "all" else settings.max_unavailable
+        self._limits = plan.Policy(max_unavailable=out, apply_deadline_s=settings.apply_timeout_s)
         self._chain = Published(context.bus, context.config, ownership)
         self._fleet = plan.Fleet()
         self._seen: dict[str, float] = {}
@@ -62,6 +66,8 @@ class Synchronizer:
         self._announced: tuple[object, ...] = ()
         self._told = ""  # digest of the vector that we announced last
         self._looked_s = 0.0
+        self._passed_over: set[str] = set()
+        self._waits: dict[str, StandingWait] = {}
         self._changed = asyncio.Event()
 
     async def restore(self) -> None:
@@ -109,11 +115,14 @@ class Synchronizer:
         held = Weights(state.incarnation, state.version, state.digest) if state.version >= 0 and state.digest else None
         if state.phase == "draining":
             self._fleet = plan.left(self._fleet, state.engine)
+        elif known is None and state.version >= 0 and state.phase in ("applying", "failed"):
+            self._fleet = plan.adopted(self._fleet, state.engine, held, now, state.running)
         elif known is None or (held is None and known.held is not None and state.phase == "starting"):
             self._fleet = plan.joined(self._fleet, state.engine, held if state.phase == "serving" else None, now, state.running)
         else:
             ours = bool(state.order_id) and state.order_id == self._orders.get(state.engine)
-            if state.phase == "failed" and ours and known.ordered is not None:
+            given_up = state.phase == "failed" or (state.phase == "serving" and state.error != "")  # it may serve on as it was
+            if given_up and ours and known.ordered is not None:
                 log.warning("engine failed", engine=state.engine, error=state.error)
                 self._fleet = plan.failed(self._fleet, state.engine, known.ordered, state.error, now)
             elif state.phase == "serving" and held is not None:
@@ -145,10 +154,8 @@ class Synchronizer:
 
     async def _order(self, order: plan.Order) -> None:
         engine = self._fleet.engines[order.engine]
-        try:
-            links = self._chain.way(order.target, None if order.from_anchor else engine.held)
-        except BrokenChain as error:
-            log.error("no way to the target", engine=order.engine, error=str(error))
+        links = await self._links(order, engine)
+        if not links:
             return
         await self._ownership.confirm()
         self._order_count += 1
@@ -162,10 +169,27 @@ class Synchronizer:
             digest=order.target.digest,
             links=links,
             mode=settings.mode,
+            grace_s=settings.grace_s,
             deadline_ns=time.time_ns() + int(settings.apply_timeout_s * 1e9),
         )
         self._orders[order.engine] = message.order_id
         await self._bus.publish(self._bus.subjects.apply(order.engine), message)
+
+    async def _links(self, order: plan.Order, engine: plan.Engine) -> tuple[WeightsManifest, ...]:
+        """The way to the target; none when there is no way. What did not lead there twice is left aside for a new anchor."""
+        if engine.failures >= _DISTRUST_AFTER:
+            await self._chain.publish_anchor_for(f"engine {engine.name} failed {engine.failures} times: {engine.reason}")
+            if links := self._chain.anchor_at(order.target):
+                return links
+        for last in (False, True):
+            try:
+                return self._chain.way(order.target, None if order.from_anchor else engine.held)
+            except BrokenChain as error:
+                if last:
+                    log.error("no way to the target", engine=order.engine, error=str(error))
+                else:
+                    await self._chain.publish_anchor_for(str(error))
+        return ()
 
     async def _look_again(self, now: float) -> None:
         """An owner before us may have had a vector on its way all the time, and it came after ours: tell ours again."""
@@ -203,8 +227,17 @@ class Synchronizer:
             self._announced = key
 
     def _name_waits(self) -> None:
-        late = plan.culprits(self._fleet, self._limits)
-        self._context.health.set("engines_out", len(late))
-        for culprit in late:
-            if culprit.phase is plan.Phase.WEDGED and culprit.since_s > time.monotonic() - 0.6:
-                log.warning("engine passed over", engine=culprit.engine, reason=culprit.reason)
+        """Who is out, since when, and until when it is waited for; whoever is passed over is named once."""
+        out = {culprit.engine: culprit for culprit in plan.culprits(self._fleet, self._limits)}
+        passed_over = {name for name, culprit in out.items() if culprit.phase is plan.Phase.WEDGED}
+        self._context.health.set("engines_out", len(out))
+        self._context.health.set("engines_passed_over", len(passed_over))
+        for name in passed_over - self._passed_over:
+            log.warning("engine passed over", engine=name, reason=out[name].reason)
+        self._passed_over = passed_over
+        for name in (out.keys() | self._waits.keys()) - passed_over:
+            wait = self._waits.setdefault(name, StandingWait(self._context.health, self._limits.apply_deadline_s))
+            if name in out:
+                wait.on(f"weights {self._fleet.target} on", f"engine {name}", "it is passed over")
+        for name in [name for name in self._waits if name not in out or name in passed_over]:
+            self._waits.pop(name).over()

@@ -132,12 +132,31 @@ def services_table(beats: Sequence[Heartbeat], now_ns: int, silent_after_s: floa
 
 def engines_table(states: Sequence[EngineState], now_ns: int) -> Table:
     table = Table(
-        "engine", "phase", "version", "running", "waiting", "generator", "error", title="engines", title_justify="left"
+        "engine",
+        "phase",
+        "version",
+        "running",
+        "waiting",
+        "paused",
+        "weights come as",
+        "generator",
+        "error",
+        title="engines",
+        title_justify="left",
     )
     for state in sorted(states, key=lambda state: state.engine):
         running = f"{state.running}/{state.max_running}"
+        paused = f"{state.paused_s * 1e3:.0f} ms, all {seconds(state.paused_total_s)}"
         table.add_row(
-            state.engine, state.phase, str(state.version), running, str(state.waiting), state.generator, state.error or "-"
+            state.engine,
+            state.phase,
+            str(state.version),
+            running,
+            str(state.waiting),
+            paused,
+            state.weight_path or "-",
+            state.generator,
+            state.error or "-",
         )
     return table
 

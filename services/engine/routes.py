@@ -1,0 +1,74 @@
+"""From positions in a checkpoint tensor to positions in a runtime parameter: one landing of a load plan, inverted.
+
+A landing copies a strided view of the checkpoint tensor into a strided view of a parameter. Read backwards, a flat position
+belongs to the view exactly when it splits into coordinates along the view's strides, and the same coordinates along the other
+strides say where it lands. Contiguous stretches collapse to one subtraction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.engine.load_plan import Landing, PlanError
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`dims`: (size, stride in the checkpoint tensor, stride in the parameter), by falling checkpoint stride."""
+
+    parameter: str
+    start: int
+    extent: int
+    """Positions from `start` that the view spans, holes included."""
+    to: int
+    dims: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, landing: Landing) -> Route:
+        """Raises `PlanError` for a view in which one position may stand for two coordinates."""
+        source, target = landing.source, landing.target
+        dims = sorted(zip(source.size, source.stride, target.stride, strict=True), key=lambda dim: -dim[1])
+        merged: list[tuple[int, int, int]] = []
+        for size, stride, to_stride in dims:
+            if size == 0:
+                return cls(landing.parameter, source.offset, 0, target.offset, ())
+            if size == 1:
+                continue
+            if merged and merged[-1][1:] == (size * stride, size * to_stride):
+                merged[-1] = (merged[-1][0] * size, stride, to_stride)
+            else:
+                merged.append((size, stride, to_stride))
+        reach = 0
+        for size, stride, _ in reversed(merged):
+            if stride <= reach:
+                raise PlanError(f"parameter {landing.parameter} receives overlapping elements of a checkpoint tensor")
+            reach += (size - 1) * stride
+        return cls(landing.parameter, source.offset, reach + 1, target.offset, tuple(merged))
+
+    def take(self, index: npt.NDArray[Any]) -> tuple[slice, npt.NDArray[np.bool_] | None, Int64]:
+        """Which of the ascending positions `index` [k] lie on this route, and where they land.
+
+        Gives a slice of `index`, a mask inside the slice (None: all of it), and the places of what is left in the parameter's
+        storage.
+        """
+        first, last = np.searchsorted(index, np.array([self.start, self.start + self.extent], dtype=index.dtype))
+        part = slice(int(first), int(last))
+        rest = index[part].astype(np.int64) - self.start
+        if not self.dims:
+            return part, None, rest + self.to
+        if len(self.dims) == 1 and self.dims[0][1] == 1:
+            return part, None, rest * self.dims[0][2] + self.to
+        inside = np.ones(rest.size, dtype=np.bool_)
+        places = np.full(rest.size, self.to, dtype=np.int64)
+        for size, stride, to_stride in self.dims:
+            at, rest = np.divmod(rest, stride)
+            inside &= at < size
+            places += at * to_stride
+        inside &= rest == 0
+        return part, inside, places[inside]
