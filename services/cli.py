@@ -17,6 +17,8 @@ from services.config import Config, ConfigError, load, to_toml
 from services.identity import run_keys, seed_path
 from services.logs import start_logging
 from services.nats_server import ServerError
+from services.recording import RecordingError
+from services.recording_cli import add_explain, add_record, add_replay
 from services.registry import SERVE, load_serve
 from services.run_folder import RunFolderError, is_in_use, url_file
 
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Command = options.command
     try:
         return command(options)
-    except (ConfigError, UsageError, BusError, ServerError, RunFolderError) as error:
+    except (ConfigError, UsageError, BusError, ServerError, RunFolderError, RecordingError) as error:
         print(f"headrace: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     except BaseExceptionGroup as group:
@@ -93,6 +95,10 @@ def parser() -> argparse.ArgumentParser:
     audit = _command(commands, "audit", _audit, "check a run's streams and checkpoints against each other")
     audit.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started, ended ones included")
     audit.add_argument("--json", metavar="OUT", help="write the findings here as well")
+
+    add_record(_command(commands, "record", _record, "write a run's streams to one file"))
+    add_replay(_command(commands, "replay", _replay, "decide a recorded run again, as it was or under other settings"))
+    add_explain(_command(commands, "explain", _explain, "show the life of one group, trajectory, token or step"))
 
     watch = _command(commands, "watch", _watch, "show the progress of a run on an existing NATS, and write its metrics")
     watch.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started")
@@ -206,6 +212,29 @@ def _audit(options: argparse.Namespace) -> int:
     verify = importlib.import_module("trainer.checkpoint").verify
     audit: Callable[..., Coroutine[None, None, int]] = importlib.import_module("admission.audit_command").run_audit
     return asyncio.run(audit(config, _folder(options), verify, Path(options.json) if options.json else None))
+
+
+def _record(options: argparse.Namespace) -> int:
+    _quiet_logs()
+    command = importlib.import_module("admission.record_command")
+    wanted = command.range_of(options.steps, options.since, options.until, options.seq)
+    record: Callable[..., Coroutine[None, None, int]] = command.run_record
+    existing, bodies = _existing(options), not options.without_bodies
+    return asyncio.run(record(existing, _folder(options), Path(options.out), wanted, bodies=bodies, follow=options.follow))
+
+
+def _replay(options: argparse.Namespace) -> int:
+    _quiet_logs()
+    replay: Callable[[argparse.Namespace], int] = importlib.import_module("admission.replay_command").run_replay
+    return replay(options)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    _quiet_logs()
+    explain: Callable[..., int] = importlib.import_module("admission.explain_command").run_explain
+    config = None if options.recording else _existing(options)
+    advantages = importlib.import_module("trainer.credit").advantages
+    return explain(options, config, _folder(options), advantages)
 
 
 def _watch(options: argparse.Namespace) -> int:
