@@ -6,8 +6,9 @@ matters where a trainer came back as a new incarnation and asked for the same st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -20,6 +21,8 @@ from schemas.ledger import AbandonEntry, BatchEntry, BatchGroup, LedgerEntry, Lo
 from schemas.message import Message
 from schemas.table import Stream
 from schemas.training import BatchDemand, LostGroup, StepCommit
+
+_AHEAD = 64  # ready groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,12 @@ def replay(
     known = {item.hash(): item for item in settings}
     state = Assembly()
     whole = {seq: group for seq, group in ready if group.purpose == "train"}
-    for seq, group in whole.items():
-        state.ready(seq, group)
     entries, trained = list(ledger), list(train)
     demands = [(seq, message) for seq, message in trained if isinstance(message, BatchDemand)]
     commits = [message for _, message in trained if isinstance(message, StepCommit)]
-    for member in _unready(entries, commits, whole):
-        state.assume(member)
+    assumed = ((member.ready_seq, member) for member in _unready(entries, commits, whole))
+    every: list[tuple[int, ReadyGroup | BatchGroup]] = sorted([*whole.items(), *assumed], key=lambda held: held[0])
+    coming = iter(every)
     members: dict[str, tuple[int, int]] = {}  # of batches: step and READY sequence
     folded = 0
     for seq, recorded in entries:
@@ -78,7 +80,7 @@ def replay(
         while folded < len(demands) and (isinstance(in_force, msgspec.UnsetType) or demands[folded][0] <= in_force):
             state.demand(*demands[folded])
             folded += 1
-        replayed = next(iter(decide(state, under)), None)
+        replayed = _decided(state, under, coming)
         if replayed is None:
             return Difference(seq, recorded, None, "the replay has nothing to decide here")
         if isinstance(replayed, AbandonEntry) and isinstance(in_force, msgspec.UnsetType):  # recorded before it was named
@@ -89,6 +91,20 @@ def replay(
         if isinstance(recorded, BatchEntry):
             members |= {member.group: (recorded.step, member.ready_seq) for member in recorded.groups}
     return None
+
+
+def _decided(state: Assembly, under: GateSettings, coming: Iterator[tuple[int, ReadyGroup | BatchGroup]]) -> LedgerEntry | None:
+    """The next entry. It follows from a prefix of READY, so no more of READY is folded than that needs, some at a time."""
+    while True:
+        replayed = next(iter(decide(state, under)), None)
+        more = list(islice(coming, _AHEAD)) if replayed is None else []
+        if not more:
+            return replayed
+        for seq, group in more:
+            if isinstance(group, BatchGroup):
+                state.assume(group)
+            else:
+                state.ready(seq, group)
 
 
 def _unready(

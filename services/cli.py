@@ -17,7 +17,9 @@ from services.config import Config, ConfigError, load, to_toml
 from services.identity import run_keys, seed_path
 from services.logs import start_logging
 from services.nats_server import ServerError
+from services.recording import RecordingError
 from services.registry import SERVE, load_serve
+from services.replay_arguments import explain_arguments, record_arguments, replay_arguments
 from services.run_folder import RunFolderError, is_in_use, url_file
 
 EXIT_OK, EXIT_FAILED, EXIT_USER_ERROR, EXIT_HARD = 0, 1, 2, 130
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Command = options.command
     try:
         return command(options)
-    except (ConfigError, UsageError, BusError, ServerError, RunFolderError) as error:
+    except (ConfigError, UsageError, BusError, ServerError, RunFolderError, RecordingError) as error:
         print(f"headrace: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     except BaseExceptionGroup as group:
@@ -93,6 +95,10 @@ def parser() -> argparse.ArgumentParser:
     audit = _command(commands, "audit", _audit, "check a run's streams and checkpoints against each other")
     audit.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started, ended ones included")
     audit.add_argument("--json", metavar="OUT", help="write the findings here as well")
+
+    record_arguments(_command(commands, "record", _record, "write a run's streams to one portable file"))
+    replay_arguments(_command(commands, "replay", _replay, "decide a recording again, as it was or with other settings"))
+    explain_arguments(_command(commands, "explain", _explain, "show the life of a group, trajectory, step or token"))
 
     watch = _command(commands, "watch", _watch, "show the progress of a run on an existing NATS, and write its metrics")
     watch.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started")
@@ -207,6 +213,30 @@ def _audit(options: argparse.Namespace) -> int:
     verify = importlib.import_module("trainer.checkpoint").verify
     audit: Callable[..., Coroutine[None, None, int]] = importlib.import_module("admission.audit_command").run_audit
     return asyncio.run(audit(config, _folder(options), verify, Path(options.json) if options.json else None))
+
+
+def _record(options: argparse.Namespace) -> int:
+    _quiet_logs()
+    config = _existing(options)
+    command = importlib.import_module("admission.record_command")
+    asked = command.asked_for(options.seq, options.since, options.until, options.from_step, options.to_step)
+    run: Coroutine[None, None, int] = command.run_record(
+        config, _folder(options), Path(options.out), asked, bodies=options.bodies
+    )
+    return asyncio.run(run)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    _quiet_logs()
+    run: Command = importlib.import_module("admission.replay_command").run_replay
+    return run(options)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    _quiet_logs()
+    config = None if options.recording else _existing(options)
+    run: Callable[..., int] = importlib.import_module("admission.explain_command").run_explain
+    return run(options, config, _folder(options))
 
 
 def _watch(options: argparse.Namespace) -> int:
