@@ -19,12 +19,12 @@ from schemas.group import LOST, ReadyGroup
 from schemas.lease import GroupLease
 from schemas.table import Stream, consumer_of
 from schemas.trajectory import Episode, Verdict
-from services.bus import IntegrityError, Item, OnceConflict, Published
 from services.consume import events, read_events
 from services.continuity import Hole, LogRewound, Standing
 from services.dead_letters import pass_over, report_loss
 from services.health import pause
 from services.high_water import cut_short
+from services.items import IntegrityError, Item, OnceConflict, Published
 from services.pull import Damaged
 from services.runtime import ServiceContext
 from services.standing_wait import StandingWait

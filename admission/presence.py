@@ -9,8 +9,9 @@ from admission.losses import first_lost
 from schemas.group import ReadyGroup
 from schemas.ledger import LostItem
 from schemas.table import Stream
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.consume import read_events
+from services.items import Item
 
 _GROUPS_PER_READ = 32
 

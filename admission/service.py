@@ -17,11 +17,11 @@ from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, QuarantineEntry
 from schemas.table import Stream
 from schemas.training import BatchDemand, StepCommit
-from services.bus import BusError, Fenced, Item
 from services.config import Config
 from services.continuity import Hole
 from services.dead_letters import pass_over
 from services.feed import Arrival, Feed, Source
+from services.items import BusError, Fenced, Item
 from services.ownership import Ownership
 from services.pull import Damaged
 from services.runtime import ServiceContext

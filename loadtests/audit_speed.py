@@ -37,7 +37,8 @@ from schemas.termination import Termination
 from schemas.training import BatchDemand, ObjectRef, StepCommit
 from schemas.trajectory import Episode, SamplingConfig, Verdict, VersionSpan
 from services import nats_server
-from services.bus import DIGEST_HEADER, Bus
+from services.bus import Bus
+from services.items import DIGEST_HEADER
 from services.provision import provision
 
 PER_BATCH = 8

@@ -1,8 +1,9 @@
-"""What it costs that an acknowledged message is on disk: `sync_interval: always` against the server's default, side by side.
+"""What it costs that an acknowledged message is on disk: `sync_interval: always` against the server's default, and several
+copies against one, side by side.
 
     python -m loadtests.bus_durability [--sizes 1000,10000,100000,1000000] [--replicas 1,3] [--rounds N] [--json OUT]
 
-Servers of both kinds run at the same time on stores in the same folder, and the measurements take turns, so that both see the
+Servers of all kinds run at the same time on stores in the same folder, and the measurements take turns, so that all see the
 same machine; each is the median of the rounds. `one` is a writer that waits for every acknowledgement, `many` keeps up to
 sixteen megabytes or 64 messages on their way. The default tells the disk every two minutes, so its acknowledgements survive the
 end of a process and not that of the machine.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import secrets
@@ -49,6 +51,18 @@ class Row:
     many_always: float
     many_default: float
     many_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiesCost:
+    """How many times as long a message takes on so many replicas as on one, of the same run."""
+
+    size_bytes: int
+    replicas: int
+    one_always: float
+    one_default: float
+    many_always: float
+    many_default: float
 
 
 @asynccontextmanager
@@ -113,35 +127,58 @@ async def rate(client: Client, size: int, at_once: int, seconds: float) -> float
     return done / taken
 
 
-async def measure(replicas: int, sizes: list[int], rounds: int, seconds: float, folder: Path) -> list[Row]:
-    """One row for each size. Modes alternate within a round, and each round begins with the other one."""
+async def measure(copies: list[int], sizes: list[int], rounds: int, seconds: float, folder: Path) -> list[Row]:
+    """Rows by size, then copies. All kinds of server run throughout and take turns; each round begins with another one."""
+    kinds = list(itertools.product(_MODES, copies))
     rows = []
     async with AsyncExitStack() as stack:
-        clients = {mode: await stack.enter_async_context(servers(folder, mode, replicas)) for mode in _MODES}
+        clients = {kind: await stack.enter_async_context(servers(folder, *kind)) for kind in kinds}
         for client in clients.values():
             await rate(client, 1000, 8, seconds)  # warm
         for size in sizes:
             many = max(2, min(_ON_THEIR_WAY, _ON_THEIR_WAY_BYTES // size))
-            found: dict[tuple[str, int], list[float]] = {}
+            found: dict[tuple[str, int, int], list[float]] = {}
             for number in range(rounds):
-                for mode in _MODES if number % 2 else reversed(_MODES):
+                turn = number % len(kinds)
+                for mode, replicas in kinds[turn:] + kinds[:turn]:
                     for at_once in (1, many):
-                        found.setdefault((mode, at_once), []).append(await rate(clients[mode], size, at_once, seconds))
-            rows.append(_row(size, replicas, many, {key: statistics.median(rates) for key, rates in found.items()}))
+                        rates = found.setdefault((mode, replicas, at_once), [])
+                        rates.append(await rate(clients[mode, replicas], size, at_once, seconds))
+            medians = {key: statistics.median(rates) for key, rates in found.items()}
+            rows += [_row(size, replicas, many, medians) for replicas in copies]
     return rows
 
 
-def _row(size: int, replicas: int, many: int, rates: dict[tuple[str, int], float]) -> Row:
+def _row(size: int, replicas: int, many: int, rates: dict[tuple[str, int, int], float]) -> Row:
+    one_always, one_default = rates["always", replicas, 1], rates["default", replicas, 1]
+    many_always, many_default = rates["always", replicas, many], rates["default", replicas, many]
     return Row(
         size_bytes=size,
         replicas=replicas,
-        one_always=rates["always", 1],
-        one_default=rates["default", 1],
-        one_ratio=rates["default", 1] / rates["always", 1],
-        many_always=rates["always", many],
-        many_default=rates["default", many],
-        many_ratio=rates["default", many] / rates["always", many],
+        one_always=one_always,
+        one_default=one_default,
+        one_ratio=one_default / one_always,
+        many_always=many_always,
+        many_default=many_default,
+        many_ratio=many_default / many_always,
     )
+
+
+def copies_cost(rows: list[Row]) -> list[CopiesCost]:
+    """How many times as long several copies take as one, where one was measured too."""
+    alone = {row.size_bytes: row for row in rows if row.replicas == 1}
+    return [
+        CopiesCost(
+            size_bytes=row.size_bytes,
+            replicas=row.replicas,
+            one_always=alone[row.size_bytes].one_always / row.one_always,
+            one_default=alone[row.size_bytes].one_default / row.one_default,
+            many_always=alone[row.size_bytes].many_always / row.many_always,
+            many_default=alone[row.size_bytes].many_default / row.many_default,
+        )
+        for row in rows
+        if row.replicas > 1 and row.size_bytes in alone
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -154,21 +191,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the rows to this file")
     options = parser.parse_args(argv)
     sizes = [int(size) for size in options.sizes.split(",")]
-    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="bus-durability-") as folder:
+        copies = list(map(int, options.replicas.split(",")))
+        rows = asyncio.run(measure(copies, sizes, options.rounds, options.seconds, Path(folder)))
     print("    size  copies | one: always  default  times | many: always  default  times")
-    for replicas in map(int, options.replicas.split(",")):
-        with tempfile.TemporaryDirectory(prefix="bus-durability-") as folder:
-            found = asyncio.run(measure(replicas, sizes, options.rounds, options.seconds, Path(folder)))
-        for row in found:
-            print(
-                f"{row.size_bytes:8}  {row.replicas:6} | {row.one_always:11.0f}  {row.one_default:7.0f}  {row.one_ratio:5.2f}"
-                f" | {row.many_always:12.0f}  {row.many_default:7.0f}  {row.many_ratio:5.2f}",
-                flush=True,
-            )
-        rows += found
+    for row in rows:
+        print(
+            f"{row.size_bytes:8}  {row.replicas:6} | {row.one_always:11.0f}  {row.one_default:7.0f}  {row.one_ratio:5.2f}"
+            f" | {row.many_always:12.0f}  {row.many_default:7.0f}  {row.many_ratio:5.2f}"
+        )
+    costs = copies_cost(rows)
+    if costs:
+        print("\ntimes as long as with one copy\n    size  copies | one: always  default | many: always  default")
+    for cost in costs:
+        print(
+            f"{cost.size_bytes:8}  {cost.replicas:6} | {cost.one_always:11.2f}  {cost.one_default:7.2f}"
+            f" | {cost.many_always:12.2f}  {cost.many_default:7.2f}"
+        )
     if options.json is not None:
-        report = {"rounds": options.rounds, "seconds": options.seconds, "unit": "messages per second", "rows": rows}
-        options.json.write_text(json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+        report = {"rounds": options.rounds, "seconds": options.seconds, "unit": "messages per second"}
+        tables = {"rows": [asdict(row) for row in rows], "times_as_long_as_one_copy": [asdict(cost) for cost in costs]}
+        options.json.write_text(json.dumps({**report, **tables}, indent=2) + "\n")
     return 0
 
 

@@ -21,10 +21,11 @@ from schemas.table import Stream
 from schemas.training import ObjectRef, StepCommit
 from services import blobs
 from services.base_weights import snapshot_of
-from services.bus import Bus, IntegrityError, Item, Unreadable
+from services.bus import Bus
 from services.config import Config
 from services.consume import read_events
 from services.dead_letters import pass_over
+from services.items import IntegrityError, Item, Unreadable
 from services.ownership import Ownership
 from services.pull import Damaged
 

@@ -13,9 +13,9 @@ from param_sync.published import Published, weights_of
 from schemas.policy import ApplyOrder, EngineState, FleetVersions
 from schemas.table import Stream
 from schemas.training import StepCommit
-from services.bus import Item
 from services.consume import events, fold
 from services.dead_letters import pass_over
+from services.items import Item
 from services.ownership import Ownership, owned
 from services.pull import Damaged
 from services.runtime import ServiceContext

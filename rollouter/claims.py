@@ -15,9 +15,10 @@ import structlog
 from schemas.attempts import GroupClaim, GroupRelease
 from schemas.codec import CodecError
 from schemas.table import Stream
-from services.bus import Bus, BusError, Item, OnceConflict
+from services.bus import Bus
 from services.consume import events, read_events
 from services.continuity import Hole
+from services.items import BusError, Item, OnceConflict
 from services.pull import Damaged
 
 log = structlog.get_logger()

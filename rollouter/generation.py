@@ -15,8 +15,9 @@ from rollouter.rows import Ids, Sampled, SampleError
 from schemas.arrays import Array, ArrayError
 from schemas.generation import AbortRequest, GenerateRequest, GenerateResult
 from schemas.trajectory import SamplingConfig
-from services.bus import Bus, BusError
+from services.bus import Bus
 from services.health import Health
+from services.items import BusError
 
 log = structlog.get_logger()
 MAX_ISSUES = 8  # times that one turn is issued before its slot is given up

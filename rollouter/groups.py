@@ -23,9 +23,9 @@ from schemas.table import Stream
 from schemas.task import Task, TaskSuite
 from schemas.termination import Termination
 from schemas.trajectory import Episode
-from services.bus import BusError, IntegrityError, OnceConflict
 from services.consume import read_events
 from services.health import Health
+from services.items import BusError, IntegrityError, OnceConflict
 from services.tracing import span
 
 log = structlog.get_logger()

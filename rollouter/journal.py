@@ -18,7 +18,8 @@ from schemas.attempts import AttemptEnded, AttemptOpened, AttemptPlayed, Attempt
 from schemas.lease import GroupLease
 from schemas.message import Message
 from schemas.trajectory import SamplingConfig, TurnEffect, TurnRecord
-from services.bus import Bus, BusError, Fenced
+from services.bus import Bus
+from services.items import BusError, Fenced
 
 _SETTLE_S = 2.0
 _DETAIL_CHARS = 1000

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from schemas.message import Message
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.health import Health
+from services.items import Item
 from services.work import WorkConsumer
 
 R = TypeVar("R", bound=Message)

@@ -19,10 +19,10 @@ from schemas.table import Stream
 from schemas.task import TaskSuite
 from schemas.training import EvalResult, StepCommit
 from schemas.trajectory import SamplingConfig
-from services.bus import Item, OnceConflict
 from services.config import Config, ConfigError
 from services.dead_letters import pass_over
 from services.feed import Arrival, Feed, Source
+from services.items import Item, OnceConflict
 from services.pull import Damaged
 from services.runtime import ServiceContext
 from services.sandbox.state import hash_files

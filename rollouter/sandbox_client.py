@@ -14,8 +14,9 @@ from rollouter.hosts import Hosts
 from rollouter.replies import NoAnswer, Replies, RequestLost
 from schemas.message import Message
 from schemas.sandbox import Lane, SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
-from services.bus import Bus, BusError
+from services.bus import Bus
 from services.health import Health
+from services.items import BusError
 from services.sandbox.classify import is_package_heavy
 
 log = structlog.get_logger()

@@ -20,8 +20,8 @@ from rollouter.manifest import policy_manifest
 from rollouter.sandbox_client import Sandboxes
 from schemas.lease import GroupLease
 from schemas.task import Task, TaskSuite
-from services.bus import BusError, IntegrityError, Item
 from services.health import pause
+from services.items import BusError, IntegrityError, Item
 from services.runtime import ServiceContext
 from services.suites import resolve_suite
 from services.tracing import span

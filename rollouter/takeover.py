@@ -15,9 +15,9 @@ from rollouter.sandbox_client import Sandbox
 from schemas.attempts import AttemptEnded, AttemptOpened, AttemptPlayed, AttemptTakeover
 from schemas.codec import CodecError, decode_any
 from schemas.trajectory import TurnEffect, TurnRecord
-from services.bus import Item
 from services.consume import Event
 from services.continuity import Hole
+from services.items import Item
 from services.pull import Damaged
 
 log = structlog.get_logger()

@@ -18,10 +18,11 @@ from schemas.message import Message
 from schemas.policy import WeightsManifest
 from schemas.table import Stream
 from schemas.training import StepCommit
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.consume import BATCH, events, read_events
 from services.continuity import Hole
 from services.high_water import cut_short
+from services.items import Item
 from services.pull import Damaged
 
 M = TypeVar("M", bound=Message)

@@ -17,7 +17,8 @@ import nats.errors
 from nats.nuid import NUID
 
 from schemas.training import ObjectRef
-from services.bus import Bus, BusError, IntegrityError
+from services.bus import Bus
+from services.items import BusError, IntegrityError
 
 _CHUNK_BYTES = 512 * 1024
 _WINDOW = 8

@@ -12,10 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from schemas.table import Role
-from services.bus import BusError
 from services.child import follow_lifeline
 from services.config import Config, ConfigError, load, to_toml
 from services.identity import run_keys, seed_path
+from services.items import BusError
 from services.logs import start_logging
 from services.nats_server import ServerError
 from services.recording import RecordingError
@@ -173,10 +173,10 @@ def _run(options: argparse.Namespace) -> int:
     config = _config(options)
     if not config.nats.url:
         raise UsageError("no server given; pass --nats URL or set nats.url (`headrace up` starts an embedded one)")
-    from services.runtime import run_service
+    from services.runtime import leave, run_service
 
     role = Role(options.service)
-    return run_service(role, options.instance, config, load_serve(role), health_port=options.health_port)
+    leave(run_service(role, options.instance, config, load_serve(role), health_port=options.health_port))
 
 
 def _init(options: argparse.Namespace) -> int:

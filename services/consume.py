@@ -15,9 +15,10 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from schemas.table import Stream, family_of, spec_of
-from services.bus import DIGEST_HEADER, Bus, IntegrityError, Item
+from services.bus import Bus
 from services.continuity import Hole, LogRewound, Standing
 from services.dead_letters import pass_over, report_loss
+from services.items import DIGEST_HEADER, IntegrityError, Item
 from services.pull import Damaged, Inbox, Position, position_of, pull_forever, to_item
 
 BATCH = 256

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from schemas.dead_letter import LossKind
 from schemas.table import Stream
-from services.bus import Rewound, StreamState
+from services.items import Rewound, StreamState
 
 Run = tuple[int, int]  # first and last of an unbroken run of sequences
 

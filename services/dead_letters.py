@@ -11,8 +11,9 @@ import structlog
 
 from schemas.dead_letter import DeadLetter, DeadReason, LostRange
 from schemas.table import Role, Stream
-from services.bus import Bus, BusError, Item, OnceConflict
+from services.bus import Bus
 from services.continuity import Hole
+from services.items import BusError, Item, OnceConflict
 from services.pull import Damaged
 
 log = structlog.get_logger()

@@ -14,10 +14,11 @@ from rich.table import Table
 from schemas.codec import CodecError, decode_any
 from schemas.dead_letter import DeadLetter, DeadReason, LostRange
 from schemas.table import Role, Stream, SubjectSpec, family_of
-from services.bus import DIGEST_HEADER, Bus, BusError, Item
+from services.bus import Bus
 from services.config import Config
 from services.consume import read_events
 from services.identity import run_keys
+from services.items import DIGEST_HEADER, BusError, Item
 from services.pull import Damaged
 from services.runtime import connect
 from services.stopped_run import has_ended, served

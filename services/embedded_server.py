@@ -11,11 +11,11 @@ from pathlib import Path
 
 from schemas.permissions import IDENTITIES, Instances
 from schemas.table import Role
-from services.bus import BusError
 from services.child import ChildSpec
 from services.config import Config, ConfigError
 from services.health import pause
 from services.identity import make_keys, run_keys
+from services.items import BusError
 from services.nats_server import Cluster, accepts, binary, configuration, free_port
 from services.run_folder import RunFolder
 from services.server_accounts import account, accounts

@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from schemas.table import Stream
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.consume import events
 from services.continuity import Hole
+from services.items import Item
 from services.pull import Damaged
 
 _POLL_S = 0.5

@@ -16,7 +16,8 @@ from aiohttp import web
 
 from schemas.codec import encode
 from schemas.health import ALARM, SEEN, Heartbeat, Lifecycle, Wait
-from services.bus import Bus, BusError
+from services.bus import Bus
+from services.items import BusError
 from services.outages import full_streams, room_in, server_names, utc
 
 log = structlog.get_logger()

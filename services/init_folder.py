@@ -16,6 +16,7 @@ from services.nats_server import Cluster, configuration
 from services.server_accounts import accounts
 
 _CLIENT_PORT, _ROUTE_PORT = 4222, 6222
+_ANY_NODE = "nats"  # what every server of a compose stack answers to
 _MONITOR = "127.0.0.1:8222"
 
 
@@ -44,7 +45,7 @@ def init(config: Config, layout: Layout) -> list[str]:
         raise ConfigError(f"--out: cannot make {layout.out} ({error.strerror})") from error
     public_keys = make_keys(layout.out / "keys", IDENTITIES)
     if layout.tls:
-        make_certificates(layout.out / "tls", hosts)
+        make_certificates(layout.out / "tls", (*hosts, _ANY_NODE))
     known = accounts(config.run.name, public_keys, instances_by_role(config))
     secret = secrets.token_hex(16)
     for number in range(1, layout.nodes + 1):

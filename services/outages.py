@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from nats.aio.client import Client
 
-from services.bus import Bus, BusError
+from services.bus import Bus
+from services.items import BusError
 from services.nats_client import NoRoom, RefusalClient
 
 _ASK_S = 3.0
@@ -18,12 +18,6 @@ _ASK_S = 3.0
 def server_names(client: Client) -> str:
     """Host and port of each server that the client knows; never what else a URL may carry."""
     return ", ".join(f"{server.hostname}:{server.port}" for server in client.servers)
-
-
-def places(url: str) -> str:
-    """The same for configured URLs."""
-    parts = [urlsplit(part.strip() if "//" in part else f"//{part.strip()}") for part in url.split(",")]
-    return ", ".join(part.netloc.rpartition("@")[2] or part.path for part in parts)
 
 
 def full_streams(bus: Bus) -> dict[str, NoRoom]:

@@ -27,8 +27,8 @@ from nats.js.errors import APIError, NoStreamResponseError
 from schemas.codec import CodecError, digest, encode
 from schemas.ownership import OWNER, Owner
 from schemas.table import Role
-from services.bus import DIGEST_HEADER, BusError, Fenced
 from services.health import pause
+from services.items import DIGEST_HEADER, BusError, Fenced
 from services.process_name import has_ended, process_name
 from services.runtime import ServiceContext
 from services.standing_wait import StandingWait

@@ -11,11 +11,12 @@ from schemas.codec import CodecError, decode_any
 from schemas.ledger import QuarantineEntry
 from schemas.table import Stream
 from schemas.training import StepCommit
-from services.bus import Bus, Rewound
+from services.bus import Bus
 from services.config import Config
 from services.consume import events
 from services.continuity import Hole
 from services.health import pause
+from services.items import Rewound
 from services.outages import GoneNote, server_names, utc
 from services.pull import Damaged
 from services.run_folder import MetricsFile

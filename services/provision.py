@@ -11,8 +11,9 @@ import structlog
 
 from schemas.permissions import uses_blobs, visible_streams
 from schemas.table import BLOB_SHARE, STREAMS, StreamSpec
-from services.bus import Bus, BusError
+from services.bus import Bus
 from services.health import Health, pause
+from services.items import BusError
 
 log = structlog.get_logger()
 _MAX_MESSAGE_BYTES = 8 * 2**20

@@ -20,7 +20,8 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from schemas.codec import digest
-from services.bus import DIGEST_HEADER, Bus, BusError, IntegrityError, Item, item_of
+from services.bus import Bus
+from services.items import DIGEST_HEADER, BusError, IntegrityError, Item, item_of
 
 log = structlog.get_logger()
 PULL_BYTES = 16 * 2**20

@@ -10,25 +10,29 @@ import asyncio
 import os
 import signal
 import ssl
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import structlog
 import uvloop
 
 from schemas.table import Role
-from services.bus import Bus, BusError, Forbidden
+from services.bus import Bus
 from services.config import Config, ConfigError
 from services.health import Health
 from services.identity import may_create_streams, read_seed, seed_file
+from services.items import BusError, Forbidden
 from services.logs import start_logging
-from services.outages import places
+from services.nats_connection import places
 from services.provision import await_streams, provision
 from services.tracing import start_tracing
 
 log = structlog.get_logger()
 EXIT_CLEAN, EXIT_FAILED, EXIT_NO_SERVER, EXIT_BUS_LOST, EXIT_HARD = 0, 1, 69, 70, 130
 _NAME_SERVER_AFTER_S = 3.0
+_PATIENCE_OF_DRAIN_S = 8.0  # with a server or stream that takes nothing: what is not stored comes back to somebody else
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,14 @@ def run_service(role: Role, instance: str, config: Config, serve: Serve, *, heal
             provider.shutdown()
 
 
+def leave(code: int) -> NoReturn:
+    """End this process at once. All that it had is stored and closed by now, and taking down an interpreter with torch in it is
+    seconds of work, which on a busy machine outlast the patience of whoever waits for the end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 async def _live(role: Role, instance: str, config: Config, serve: Serve, health_port: int) -> int:
     stop = asyncio.Event()
     lost: list[str] = []
@@ -91,6 +103,7 @@ async def _live(role: Role, instance: str, config: Config, serve: Serve, health_
             try:
                 if health_port:
                     group.create_task(health.serve_http(health_port, background_stop), name="health")
+                group.create_task(_lose_patience(bus, stop, background_stop), name="patience")
                 if await _have_streams(context):
                     group.create_task(health.beat(background_stop), name="heartbeat")
                     group.create_task(health.measure_lag(background_stop), name="loop-lag")
@@ -172,6 +185,17 @@ def _trusted(ca_file: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"nats.tls_ca_file: {ca_file} cannot be read as a CA certificate ({error})") from error
+
+
+async def _lose_patience(bus: Bus, stop: asyncio.Event, over: asyncio.Event) -> None:
+    """Once the service drains, hold no publish for long: whoever ends us waits, and nothing unacknowledged is lost by it."""
+    ends = [asyncio.create_task(event.wait()) for event in (stop, over)]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        bus.give_up_s = _PATIENCE_OF_DRAIN_S
+    finally:
+        for end in ends:
+            end.cancel()
 
 
 async def _say_goodbye(bus: Bus, health: Health) -> None:

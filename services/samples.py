@@ -19,8 +19,9 @@ from schemas.ledger import QuarantineEntry
 from schemas.table import Stream
 from schemas.training import StepCommit
 from schemas.trajectory import Episode, Verdict
-from services.bus import Bus, BusError, IntegrityError
+from services.bus import Bus
 from services.config import Config
+from services.items import BusError, IntegrityError
 
 log = structlog.get_logger()
 _QUEUE = 256

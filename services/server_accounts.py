@@ -1,4 +1,4 @@
-"""The server's accounts of one run: one that holds the streams, and one for each service identity, which only imports.
+"""The server's accounts of one run: one that holds the streams, and one for each identity, the admin's too, which only imports.
 
 A JetStream server sends what a request asks for to the reply subject that the request names, and does not ask whether the
 requester may publish there. In one shared account, whoever may read a log that it writes itself could therefore have the server
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from schemas.permissions import ADMIN, Instances, Permissions, permissions
+from schemas.permissions import Instances, Permissions, permissions
 from schemas.table import Subjects
 
 _ANSWERS_WITHIN_S = 60  # of an import with many answers; a pull expires long before
@@ -19,10 +19,9 @@ _ANSWERS_WITHIN_S = 60  # of an import with many answers; a pull expires long be
 
 def accounts(run: str, public_keys: Mapping[str, str], instances: Instances) -> str:
     """The `accounts` block for the server configuration. `public_keys` has one key for each identity, the admin's included."""
-    services = [identity for identity in public_keys if identity != ADMIN]
-    blocks = [_streams_account(run, public_keys[ADMIN], [account(run, name) for name in services])]
-    for name in services:
-        blocks.append(_service_account(run, name, public_keys[name], permissions(name, run, instances)))
+    blocks = [_streams_account(run, [account(run, name) for name in public_keys])]
+    for name, key in public_keys.items():
+        blocks.append(_identity_account(run, name, key, permissions(name, run, instances)))
     return "accounts {\n" + "\n".join(blocks) + "\n}\n"
 
 
@@ -31,16 +30,16 @@ def account(run: str, identity: str = "") -> str:
     return f"hr_{run}_{identity}" if identity else f"hr_{run}"
 
 
-def _streams_account(run: str, key: str, importers: list[str]) -> str:
+def _streams_account(run: str, importers: list[str]) -> str:
+    """Nobody connects to it, the admin neither: a push consumer's delivery reaches whoever listens in its own account."""
     exported = ",\n".join(
         f"      {{ service: {json.dumps(subject)}{answers}, accounts: {json.dumps(importers)} }}"
         for subject, answers in _services(run).items()
     )
-    user = _user(key, permissions(ADMIN, run, {}))
-    return f"  {account(run)} {{\n    jetstream: enabled\n    users: [{user}]\n    exports: [\n{exported}\n    ]\n  }}"
+    return f"  {account(run)} {{\n    jetstream: enabled\n    exports: [\n{exported}\n    ]\n  }}"
 
 
-def _service_account(run: str, identity: str, key: str, allowed: Permissions) -> str:
+def _identity_account(run: str, identity: str, key: str, allowed: Permissions) -> str:
     imported = ", ".join(
         f"{{ service: {{ account: {account(run)}, subject: {json.dumps(subject)} }} }}" for subject in _services(run)
     )

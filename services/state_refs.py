@@ -7,7 +7,8 @@ import hashlib
 from schemas.training import ObjectRef
 from schemas.trajectory import StateRef
 from services import blobs
-from services.bus import Bus, IntegrityError
+from services.bus import Bus
+from services.items import IntegrityError
 
 MAX_STATE_BYTES = 256 * 2**20
 

@@ -18,12 +18,13 @@ from schemas.message import Message
 from schemas.permissions import visible_streams
 from schemas.policy import EngineState, FleetVersions
 from schemas.table import STREAMS, Role, Stream
-from services.bus import Bus, BusError, IntegrityError, Item
+from services.bus import Bus
 from services.config import Config
 from services.consume import read_events
 from services.continuity import Hole
 from services.health import RAISE_LIMIT
 from services.high_water import cut_short
+from services.items import BusError, IntegrityError, Item
 from services.outages import GoneNote, utc
 from services.pull import Damaged
 from services.registry import instances

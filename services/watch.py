@@ -8,8 +8,9 @@ import time
 from urllib.parse import urlsplit
 
 from schemas.table import Role, Stream
-from services.bus import Bus, BusError
+from services.bus import Bus
 from services.config import Config
+from services.items import BusError
 from services.progress import Progress
 from services.run_folder import MetricsFile
 from services.runtime import EXIT_BUS_LOST, EXIT_CLEAN, connect

@@ -17,8 +17,9 @@ from nats.aio.msg import Msg
 from schemas.codec import CodecError, decode_any
 from schemas.dead_letter import DeadReason
 from schemas.table import consumer_of
-from services.bus import Bus, BusError, IntegrityError, Item, Unreadable
+from services.bus import Bus
 from services.dead_letters import bury
+from services.items import BusError, IntegrityError, Item, Unreadable
 from services.pull import (
     EXPIRES_S,
     Damaged,

@@ -25,10 +25,11 @@ from schemas.table import Role, Stream
 from schemas.termination import CENSORED, Termination
 from schemas.training import BatchDemand, StepCommit
 from schemas.trajectory import Episode, SamplingConfig, Verdict, VersionSpan
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.config import Config
 from services.consume import fold, read_all
 from services.health import Health
+from services.items import Item
 from services.provision import provision
 from services.runtime import Serve, ServiceContext
 

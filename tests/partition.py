@@ -17,6 +17,7 @@ class Partition:
         self.url = f"nats://127.0.0.1:{self.port}"
         self._open = asyncio.Event()
         self._open.set()
+        self._loses = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -39,6 +40,18 @@ class Partition:
     def heal(self) -> None:
         self._open.set()
 
+    def lose(self) -> None:
+        """From now on what is sent gets lost, until the connections are reset."""
+        self._loses = True
+
+    async def reset(self) -> None:
+        """Close every connection; what was held back or lost never arrives, and new ones are whole."""
+        self._loses = False
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
         for source, target in ((reader, there_writer), (there_reader, writer)):
@@ -50,6 +63,8 @@ class Partition:
         try:
             while data := await source.read(65536):
                 await self._open.wait()
+                if self._loses:
+                    continue
                 target.write(data)
                 await target.drain()
         except OSError:

@@ -32,7 +32,8 @@ from schemas.ledger import BatchEntry, LedgerEntry, QuarantineEntry
 from schemas.sandbox import SandboxAttach, SandboxReset, SandboxRun, SandboxSeal
 from schemas.table import CONSUMERS, Role, Stream, consumer_of
 from schemas.training import StepCommit
-from services.bus import Bus, IntegrityError, Item
+from services.bus import Bus
+from services.items import IntegrityError, Item
 from services.pull import acknowledge, status_of
 from services.sandbox.mounts import mounts_under, unmount
 from tests.conftest import NatsServer, eventually

@@ -31,10 +31,11 @@ from schemas.policy import EnginePhase, EngineState
 from schemas.sandbox import SandboxCleanup, SandboxResult
 from schemas.table import Role, Stream
 from schemas.trajectory import Episode, SamplingConfig, TurnRecord, Verdict, VersionSpan
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.config import Config, check
 from services.consume import read_all
 from services.health import Health, pause
+from services.items import Item
 from services.provision import provision
 from services.runtime import Serve, ServiceContext
 from services.sandbox import service as sandbox_service

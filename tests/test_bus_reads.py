@@ -9,15 +9,17 @@ from contextlib import suppress
 import pytest
 from admission_stage import connected, make_episode, make_lease
 from conftest import NatsServer, eventually
+from partition import Partition
 
 from schemas.codec import CodecError, digest, encode
 from schemas.lease import GroupLease
 from schemas.policy import FleetVersions
 from schemas.table import Role, Stream
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.consume import fold, read_all, read_latest
 from services.feed import Arrival, Feed, Source
 from services.health import Health
+from services.items import Item
 from services.standing_wait import StandingWait
 from services.work import Retry, WorkConsumer
 
@@ -79,6 +81,39 @@ async def test_a_fold_lives_through_a_killed_server(nats_process: NatsServer, ru
         await eventually(lambda: len(reader.sequences()) >= 80, within_s=20)
         assert reader.sequences() == list(range(1, 81))
         await reader.end()
+
+
+async def test_what_is_lost_on_the_way_to_a_reader_is_no_hole(nats_process: NatsServer, run_name: str) -> None:
+    """Without acknowledgements the server takes a delivery for done when it has sent it; the reader asks for it again."""
+    stop, seen = asyncio.Event(), list[int]()
+    async with connected(nats_process.url, run_name, Role.SAMPLER) as writer, Partition(nats_process.port) as network:
+        reader = await Bus.connect(network.url, run_name, Role.OBSERVER, "r")
+        name = writer.subjects.stream(Stream.TASKS)
+
+        async def follow() -> None:
+            async for item in fold(reader, Stream.TASKS, stop=stop):
+                if item is not None:
+                    seen.append(item.seq)
+
+        async def is_sent() -> bool:
+            (consumer,) = (await writer.request(f"CONSUMER.LIST.{name}", {}))["consumers"]
+            return bool(consumer["delivered"]["stream_seq"] == 4)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(follow())
+            await writer.publish_once(writer.subjects.lease(0), make_lease(0))
+            await eventually(lambda: seen == [1], within_s=20)
+            network.lose()
+            for n in range(1, 4):
+                await writer.publish_once(writer.subjects.lease(n), make_lease(n))
+            await eventually(is_sent, within_s=20, what="the server has sent them")
+            await network.reset()
+            await eventually(lambda: seen == [1, 2, 3, 4], within_s=30, what="the reader has asked for them again")
+            await writer.publish_once(writer.subjects.lease(4), make_lease(4))
+            await eventually(lambda: seen == [1, 2, 3, 4, 5], within_s=30)
+            stop.set()
+        assert not reader.alarms
+        await reader.close()
 
 
 async def test_a_fold_may_be_narrowed_and_keeps_the_streams_order(nats_url: str, run_name: str) -> None:

@@ -10,9 +10,10 @@ from conftest import NatsServer
 
 from schemas.health import Heartbeat
 from schemas.table import Role, Stream
-from services.bus import Bus, IntegrityError
+from services.bus import Bus
 from services.config import Config, ConfigError, check
 from services.consume import read_latest
+from services.items import IntegrityError
 from services.nats_server import free_port
 from services.runtime import EXIT_BUS_LOST, EXIT_CLEAN, EXIT_FAILED, EXIT_NO_SERVER, ServiceContext, _live
 

@@ -25,11 +25,12 @@ from schemas.lease import GroupLease
 from schemas.table import Role, Stream, Subjects
 from schemas.trajectory import SamplingConfig
 from services.audit import gather
-from services.bus import DIGEST_HEADER, Bus, Item
+from services.bus import Bus
 from services.consume import read_all
 from services.dead_letters import bury
 from services.dead_letters_command import CannotRedrive, redrivable
 from services.high_water import cut_short
+from services.items import DIGEST_HEADER, Item
 from services.provision import provision
 from services.work import Refused, WorkConsumer
 

@@ -9,12 +9,15 @@ import asyncio
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
 from conftest import eventually
 from keyed_server import INSTANCES, RUN, KeyedServer, stored
+from nats.aio.msg import Msg
 
 from schemas.permissions import ADMIN, BLOB_READERS, BLOB_WRITERS, IDENTITIES, permissions
 from schemas.sandbox import LANES
@@ -30,10 +33,11 @@ from schemas.table import (
     spec_of,
 )
 from services import blobs
-from services.bus import Bus, Forbidden, Item
+from services.bus import Bus
 from services.config import check
 from services.consume import read_all
 from services.embedded_server import instances_by_role
+from services.items import Forbidden, Item
 from services.work import WorkConsumer
 
 pytestmark = pytest.mark.timeout(180)
@@ -187,6 +191,42 @@ async def test_in_one_shared_account_the_same_would_be_stored(server: KeyedServe
     assert after[SUBJECTS.stream(Stream.EPISODES)] != before[SUBJECTS.stream(Stream.EPISODES)]
 
 
+async def test_a_push_consumer_reaches_nobodys_inbox(server: KeyedServer) -> None:
+    """Deliveries stay in the account that holds the streams, to which nobody connects: neither a service nor the admin."""
+    turns, heard = SUBJECTS.stream(Stream.TURNS), Counter[str]()
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(server.bus(Role.ROLLOUTER))
+        seq = await bus.store(bus.subjects.turn(f"g{next(NUMBERS)}", 0, 0, 0), b"forged", {})
+        inboxes = {}
+        for identity in IDENTITIES:
+            listener = await stack.enter_async_context(server.bus(identity))
+            inboxes[identity] = listener.client.new_inbox()
+
+            async def hear(message: Msg, identity: str = identity) -> None:
+                heard[identity] += 1
+
+            await listener.client.subscribe(inboxes[identity], cb=hear)
+            await listener.client.flush()
+        for inbox in inboxes.values():
+            name = f"n{next(NUMBERS)}"
+            config = {
+                "deliver_subject": inbox,
+                "ack_policy": "none",
+                "deliver_policy": "by_start_sequence",
+                "opt_start_seq": seq,
+            }
+            reply = await bus.request(f"CONSUMER.CREATE.{turns}.{name}", {"stream_name": turns, "config": config})
+            assert reply["config"]["deliver_subject"] == inbox
+            pull = {"deliver_policy": "by_start_sequence", "opt_start_seq": seq, "ack_policy": "none"}
+            made = await bus.request(f"CONSUMER.CREATE.{turns}.{name}-p", {"stream_name": turns, "config": pull})
+            await bus.client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{turns}.{made['name']}", b"1", reply=inbox)
+            await bus.client.publish(f"$JS.API.STREAM.MSG.GET.{turns}", json.dumps({"seq": seq}).encode(), reply=inbox)
+        await bus.client.flush()
+        await eventually(lambda: heard[str(Role.ROLLOUTER)] >= 2, within_s=30, what="its own answers come to its own inbox")
+        await asyncio.sleep(1.5)  # a delivery that must not happen has no event to wait for
+        assert set(heard) == {str(Role.ROLLOUTER)}
+
+
 async def test_a_direct_read_of_the_object_store_answers_the_reader_alone(server: KeyedServer) -> None:
     async with server.bus(Role.PARAM_SYNC) as bus, server.bus(ADMIN) as admin:
         await blobs.put(bus, f"object-{next(NUMBERS)}", b"y" * 100)
@@ -233,7 +273,8 @@ async def test_a_role_sees_the_streams_that_it_reads_or_writes_and_no_other(serv
             else:
                 await refused(bus, f"$JS.API.STREAM.INFO.{SUBJECTS.stream(stream)}")
             if stream not in readable_streams(role):
-                await refused(bus, f"$JS.API.CONSUMER.CREATE.{SUBJECTS.stream(stream)}.fold-1")
+                await refused(bus, f"$JS.API.CONSUMER.CREATE.{SUBJECTS.stream(stream)}.mine")
+            await refused(bus, f"$JS.API.CONSUMER.CREATE.{SUBJECTS.stream(stream)}")
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------
@@ -319,28 +360,105 @@ async def test_a_role_cannot_touch_another_roles_consumers(server: KeyedServer, 
                 await refused(bus, f"$JS.ACK._.hash.{stream}.{name}.1.1.1.1.1")
 
 
-@pytest.mark.parametrize(
-    "spec", [spec for spec in CONSUMERS if spec_of(spec.stream).retention == "limits"], ids=lambda s: s.name
-)
-async def test_a_reader_of_a_log_cannot_change_a_work_consumer_on_it(server: KeyedServer, spec: ConsumerSpec) -> None:
-    """A fold's own permission, with the name of somebody's durable consumer in the body, in all the ways that it can be put."""
-    stream = SUBJECTS.stream(spec.stream)
-    async with server.bus(spec.role) as owner:
-        await WorkConsumer(owner, spec.name, capacity=8).create()
-        before = await owner.request(f"CONSUMER.INFO.{stream}.{spec.name}", {})
-        for role in [role for role in spec_of(spec.stream).readers if role is not spec.role]:
-            async with server.bus(role) as bus:
-                for named_so in (
-                    {"name": spec.name},
-                    {"durable_name": spec.name},
-                    {"name": spec.name, "durable_name": spec.name},
-                ):
+def _forgeries(stream: str, name: str, filtered: str) -> list[tuple[str, dict[str, object]]]:
+    """Every form of a request that creates or changes a consumer, with the name in the subject, in the body, and in both."""
+    changed = {"ack_policy": "explicit", "filter_subject": filtered, "max_ack_pending": 1, "ack_wait": 10**12}
+    bodies: list[dict[str, object]] = [
+        changed,
+        {**changed, "name": name},
+        {**changed, "durable_name": name},
+        {**changed, "name": name, "durable_name": name},
+        {**changed, "name": name, "inactive_threshold": 10**9, "mem_storage": True, "num_replicas": 1},
+        {**changed, "name": name, "deliver_subject": "elsewhere"},
+        {**changed, "name": name, "max_waiting": 64},  # what the server would accept as a change
+        {**changed, "durable_name": name, "max_waiting": 64},
+    ]
+    subjects = [f"CONSUMER.CREATE.{stream}", f"CONSUMER.DURABLE.CREATE.{stream}.{name}"]
+    subjects += [f"CONSUMER.CREATE.{stream}.{who}{end}" for who in (name, "mine") for end in ("", f".{filtered}", ".>")]
+    return [(f"$JS.API.{subject}", body) for subject in subjects for body in bodies]
+
+
+@pytest.mark.parametrize(("template", "owner"), [("rollouter", Role.ROLLOUTER), ("verifier", Role.VERIFIER)])
+async def test_no_form_of_create_alters_anothers_consumer(server: KeyedServer, template: str, owner: Role) -> None:
+    """Its readers may create consumers on the same stream; whatever name they put where, this one stays as it was."""
+    async with server.bus(owner) as bus, server.bus(ADMIN) as admin:
+        consumer = WorkConsumer(bus, template, capacity=1)
+        await consumer.create()
+        writer, pattern = spec_of(consumer.spec.stream).subjects[0].publishers[0], consumer.spec.filter
+        async with server.bus(writer) as publisher:
+            await publisher.store(own(writer, pattern), b"x", {})
+        info = f"CONSUMER.INFO.{consumer.stream}.{consumer.name}"
+        before = _standing(await admin.request(info, {}))
+        tried = 0
+        for role in spec_of(consumer.spec.stream).readers:
+            if role is owner:
+                continue
+            async with server.bus(role) as reader:
+                for subject, config in _forgeries(consumer.stream, consumer.name, consumer.filter):
                     for action in ("", "create", "update"):
-                        config = {**before["config"], "max_ack_pending": 1, "name": "fold-1", "durable_name": "", **named_so}
-                        body = {"stream_name": stream, "config": config, "action": action}
-                        await bus.api(f"CONSUMER.CREATE.{stream}.fold-1", body, 10.0)
-        after = await owner.request(f"CONSUMER.INFO.{stream}.{spec.name}", {})
-    assert (after["config"], after["created"]) == (before["config"], before["created"])
+                        body = {"stream_name": consumer.stream, "config": config, "action": action}
+                        with suppress(Forbidden):
+                            await reader.client.request(subject, json.dumps(body).encode(), timeout=20)
+                        tried += 1
+                for verb in ("DELETE", "PAUSE", "RESET", "UNPIN", "LEADER.STEPDOWN", "PEER.REMOVE"):
+                    await refused(reader, f"$JS.API.CONSUMER.{verb}.{consumer.stream}.{consumer.name}")
+                for verb in ("NAMES", "LIST"):  # names that nobody can guess stay unknown
+                    await refused(reader, f"$JS.API.CONSUMER.{verb}.{consumer.stream}")
+            assert _standing(await admin.request(info, {})) == before, f"as {role}"
+        assert tried
+
+
+def _standing(info: dict[str, Any]) -> dict[str, Any]:
+    return {key: info[key] for key in ("created", "config", "delivered", "ack_floor", "num_pending", "num_ack_pending")}
+
+
+async def test_the_old_form_of_create_alters_a_consumer_that_its_body_names(server: KeyedServer) -> None:
+    """Why nobody but the admin may use it: the server takes the name in the body and changes what it finds."""
+    async with server.bus(Role.ROLLOUTER) as bus, server.bus(ADMIN) as admin:
+        consumer = WorkConsumer(bus, "rollouter", capacity=1)
+        await consumer.create()
+        config = {"ack_policy": "explicit", "filter_subject": consumer.filter, "max_waiting": 64, "max_ack_pending": 1}
+        config["name"] = consumer.name
+        changed = await admin.request(f"CONSUMER.CREATE.{consumer.stream}", {"stream_name": consumer.stream, "config": config})
+        assert changed["config"]["max_ack_pending"] == 1
+        await consumer.create()
+        info = await admin.request(f"CONSUMER.INFO.{consumer.stream}.{consumer.name}", {})
+        assert info["config"]["max_ack_pending"] == consumer.spec.max_ack_pending
+
+
+async def test_what_is_pulled_in_anothers_name_is_delivered_again(server: KeyedServer) -> None:
+    """What accounts leave open: a push consumer aimed at another's pull subject has the server take that for a pull. Nobody
+    gets the message, nothing acknowledges it, and its owner gets it when `ack_wait` is over."""
+    async with server.bus(Role.ROLLOUTER) as owner, server.bus(Role.OBSERVER) as thief, server.bus(ADMIN) as admin:
+        turns, name = SUBJECTS.stream(Stream.TURNS), f"x{next(NUMBERS)}"
+        await owner.store(owner.subjects.turn(f"g{next(NUMBERS)}", 0, 0, 0), b"x", {})
+        stop, got, consumer = asyncio.Event(), list[int](), WorkConsumer(owner, "sbxout-{x}", x=name, capacity=1)
+        await consumer.create()
+        info = f"CONSUMER.INFO.{consumer.stream}.{consumer.name}"
+        async with server.bus(Role.SANDBOX) as sandbox:
+            seq = await sandbox.store(SUBJECTS.sandbox_result(name), b"result", {})
+        pull = f"$JS.API.CONSUMER.MSG.NEXT.{consumer.stream}.{consumer.name}"
+        push = {"deliver_subject": pull, "ack_policy": "explicit", "headers_only": True, "deliver_policy": "last"}
+        await thief.request(f"CONSUMER.CREATE.{turns}.{name}", {"stream_name": turns, "config": push})
+
+        async def is_taken() -> bool:
+            return bool((await admin.request(info, {}))["num_ack_pending"])
+
+        await eventually(is_taken, within_s=30, what="the server takes the delivery for a pull")
+
+        async def handler(item: Item) -> None:
+            got.append(item.seq)
+            stop.set()
+
+        await asyncio.wait_for(consumer.run(handler, stop), 90)
+        assert got == [seq]
+
+
+def test_consumers_on_logs_have_names_that_can_be_denied() -> None:
+    """Readers create consumers under any name but these, so none may be known to nobody before."""
+    for consumer in CONSUMERS:
+        if spec_of(consumer.stream).retention == "limits":
+            assert "{" not in consumer.name
 
 
 async def test_only_a_rollouter_reads_its_answers(server: KeyedServer) -> None:

@@ -16,13 +16,14 @@ from schemas.dead_letter import DeadLetter, LostRange
 from schemas.health import Heartbeat
 from schemas.policy import FleetVersions
 from schemas.table import Role, Stream
-from services.bus import DIGEST_HEADER, Bus, BusError, IntegrityError, Item, Rewound, StreamState
+from services.bus import Bus
 from services.config import check
 from services.consume import events, fold, read_all, read_events, read_latest
 from services.continuity import Hole, Standing, runs, without
 from services.dead_letters import pass_over
 from services.health import Health
 from services.high_water import cut_short
+from services.items import DIGEST_HEADER, BusError, IntegrityError, Item, Rewound, StreamState
 from services.progress import Progress
 from services.pull import Damaged
 

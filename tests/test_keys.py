@@ -20,11 +20,12 @@ from keyed_server import RUN, KeyedServer
 
 from schemas.permissions import ADMIN, IDENTITIES
 from schemas.table import Role, Stream
-from services.bus import Bus, BusError, Forbidden
+from services.bus import Bus
 from services.cli import main
 from services.config import Config, ConfigError, check, to_toml
 from services.health import Health
 from services.identity import make_keys, public_key, read_seed, run_keys, seed_file, seed_path
+from services.items import BusError, Forbidden
 from services.nats_server import accepts, binary, free_port
 from services.provision import await_streams
 from services.provision_run import provision_run

@@ -28,9 +28,10 @@ from schemas.policy import FleetVersions
 from schemas.table import Role, Stream
 from schemas.training import BatchDemand, EvalResult
 from schemas.trajectory import Episode
-from services.bus import DIGEST_HEADER, Bus, Item, Rewound
+from services.bus import Bus
 from services.config import Config, check
 from services.consume import read_all, read_events
+from services.items import DIGEST_HEADER, Item, Rewound
 from services.pull import Damaged
 from services.work import WorkConsumer
 

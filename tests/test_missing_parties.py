@@ -21,8 +21,8 @@ import services.health
 import services.status
 from schemas.health import Heartbeat
 from schemas.table import Role
-from services.bus import BusError
 from services.config import Config, check
+from services.items import BusError
 from services.nats_server import free_port
 from services.outages import GoneNote
 from services.registry import load_serve

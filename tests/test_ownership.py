@@ -17,10 +17,11 @@ from partition import Partition
 
 from schemas.ownership import OWNER, Owner
 from schemas.table import Role, Stream
-from services.bus import Bus, BusError, Fenced
+from services.bus import Bus
 from services.config import Config, check
 from services.consume import fold
 from services.health import Health
+from services.items import BusError, Fenced
 from services.ownership import Ownership, _Silence, owned
 from services.process_name import has_ended, process_name
 from services.provision import provision

@@ -21,8 +21,9 @@ from schemas.table import Role
 from schemas.training import StepCommit
 from services import blobs
 from services.base_weights import snapshot_of
-from services.bus import Bus, IntegrityError
+from services.bus import Bus
 from services.config import Config, check
+from services.items import IntegrityError
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -23,7 +23,7 @@ from schemas.table import (
     readable_streams,
     spec_of,
 )
-from services.bus import _STREAM_BY_HEAD
+from services.server_api import _STREAM_BY_HEAD
 
 SUBJECTS = Subjects("main")
 PATTERNS = [(spec.stream, subject) for spec in STREAMS for subject in spec.subjects]

@@ -12,7 +12,8 @@ from schemas.ledger import LostItem
 from schemas.policy import WeightsManifest
 from schemas.table import Role
 from schemas.training import Branch, LostGroup, StepCommit
-from services.bus import Bus, Fenced
+from services.bus import Bus
+from services.items import Fenced
 from trainer.checkpoint import Commit
 from trainer.step_log import StepLog
 

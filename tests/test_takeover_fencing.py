@@ -15,8 +15,9 @@ from schemas.attempts import AttemptEnded, AttemptTakeover
 from schemas.codec import CodecError, decode_any
 from schemas.table import Role, Stream
 from schemas.termination import Termination
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.consume import read_all, read_events
+from services.items import Item
 from tests.rollout_stand import (
     TASKS,
     Ask,

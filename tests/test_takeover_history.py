@@ -15,7 +15,7 @@ from schemas.attempts import AttemptEnded, AttemptOpened, AttemptPlayed, Attempt
 from schemas.codec import encode
 from schemas.message import Message
 from schemas.trajectory import TurnEffect, TurnRecord, VersionSpan
-from services.bus import Item
+from services.items import Item
 
 IDS = Array.of(np.asarray([4, 5, 6], dtype=np.int32))
 LOGPROBS = Array.of(np.asarray([-0.1, -0.2, -0.3], dtype=np.float32))

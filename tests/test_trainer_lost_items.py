@@ -36,10 +36,11 @@ from schemas.table import Role, Stream
 from schemas.training import BatchDemand, LostGroup, StepCommit
 from schemas.trajectory import VersionSpan
 from services.audit import gather
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.config import Config
 from services.consume import read_all, read_events
 from services.health import Health
+from services.items import Item
 from services.ownership import owned
 from services.runtime import ServiceContext
 from trainer.batches import Batches

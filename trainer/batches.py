@@ -13,8 +13,8 @@ from schemas.ledger import AbandonEntry, LostItem
 from schemas.lineage import Lineage
 from schemas.table import Stream
 from schemas.training import BatchDemand
-from services.bus import Item, OnceConflict
 from services.consume import fold
+from services.items import Item, OnceConflict
 from services.ownership import Ownership
 from services.runtime import ServiceContext
 

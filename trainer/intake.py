@@ -18,7 +18,8 @@ from schemas.ledger import BatchEntry, BatchGroup, LostItem
 from schemas.table import Stream
 from schemas.training import LostGroup
 from schemas.trajectory import Episode
-from services.bus import Bus, IntegrityError, Item
+from services.bus import Bus
+from services.items import IntegrityError, Item
 from trainer.batch import TrainRow, row_from_episode
 from trainer.credit import Credit, Scale, advantages
 

@@ -18,10 +18,10 @@ from schemas.ledger import BatchEntry, LostItem
 from schemas.policy import WeightsManifest
 from schemas.table import Stream
 from schemas.training import LostGroup, StepCommit
-from services.bus import BusError, Item
 from services.consume import events
 from services.dead_letters import pass_over
 from services.health import pause
+from services.items import BusError, Item
 from services.ownership import Ownership, owned
 from services.pull import Damaged
 from services.runtime import ServiceContext

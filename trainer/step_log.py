@@ -17,10 +17,11 @@ from schemas.message import Message
 from schemas.policy import WeightsManifest
 from schemas.table import Stream
 from schemas.training import StepCommit
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.consume import read_events
 from services.continuity import Hole
 from services.dead_letters import pass_over
+from services.items import Item
 from services.pull import Damaged
 from trainer.checkpoint import Commit
 

@@ -25,9 +25,10 @@ from schemas.policy import EngineState, WeightsManifest
 from schemas.table import STREAMS, Stream
 from schemas.training import StepCommit
 from schemas.trajectory import Episode, TurnRecord
-from services.bus import Bus, IntegrityError, Item
+from services.bus import Bus
 from services.config import Config
 from services.consume import read_all
+from services.items import IntegrityError, Item
 
 M = TypeVar("M", bound=Message)
 _KEPT = tuple(spec.stream for spec in STREAMS if spec.retention == "limits" and spec.discard == "new")

@@ -25,7 +25,8 @@ from schemas.ownership import OWNER, Owner
 from schemas.sandbox import SandboxResult
 from schemas.table import Role, Stream, Subjects
 from schemas.trajectory import Episode
-from services.bus import Bus, BusError, Forbidden
+from services.bus import Bus
+from services.items import BusError, Forbidden
 
 _LOOK_FOR_CHECKPOINTS_S = 0.01
 _ANSWER_S = 2.0

@@ -1,7 +1,7 @@
-"""One more user on the server of a run under test, who may see and say everything; only this harness makes such a key.
+"""A user in the account of the streams of a run under test, who may see and say everything; only this harness makes such a key.
 
-Services have accounts of their own, which see nothing of each other; what they publish crosses into the account that holds the
-streams. A user there sees every message the moment it comes, requests and answers too.
+Services and the admin have accounts of their own, which see nothing of each other; what they publish crosses into the account
+that holds the streams, to which nobody connects. A user there sees every message the moment it comes, requests and answers too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def new_seed() -> str:
 
 
 def admitted(configuration: str, run: str, key: str) -> str:
-    """The server configuration with one more user in the account of the run's streams. Raises `ValueError` if it has none."""
-    begin = f"  {account(run)} {{\n    jetstream: enabled\n    users: ["
+    """The server configuration with a user in the account of the run's streams. Raises `ValueError` if it has none."""
+    begin = f"  {account(run)} {{\n    jetstream: enabled\n"
     if configuration.count(begin) != 1:
         raise ValueError(f"the server configuration has no account {account(run)}")
-    return configuration.replace(begin, f"{begin}{{ nkey: {key} }}, ")
+    return configuration.replace(begin, f"{begin}    users: [{{ nkey: {key} }}]\n")
 
 
 def admit(folder: Path, run: str, key: str) -> None:

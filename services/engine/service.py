@@ -17,11 +17,11 @@ from schemas.policy import ApplyOrder, EnginePhase, EngineState
 from schemas.table import Stream
 from services import blobs
 from services.base_weights import snapshot_of
-from services.bus import IntegrityError, Item
 from services.consume import fold
 from services.engine.from_config import engine_from_config
 from services.engine.protocol import DrainTimeout, Engine, EngineError, RequestRefused, WeightsRejected, WeightUpdate
 from services.health import pause
+from services.items import IntegrityError, Item
 from services.runtime import ServiceContext
 from services.tracing import span
 from services.work import WorkConsumer

@@ -18,10 +18,10 @@ from schemas.message import Message
 from schemas.sandbox import Lane, SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
 from schemas.trajectory import StateRef
 from services import state_refs
-from services.bus import Item
 from services.config import Config
 from services.config import Sandbox as SandboxSettings
 from services.health import pause
+from services.items import Item
 from services.runtime import ServiceContext
 from services.sandbox import lane_rules
 from services.sandbox.command import CommandRefused, Limits, SandboxError

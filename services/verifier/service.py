@@ -13,9 +13,9 @@ from schemas.task import GraderSpec, Task, TaskSuite
 from schemas.termination import is_censored
 from schemas.trajectory import Episode, StateRef, Verdict
 from services import state_refs
-from services.bus import IntegrityError, Item, OnceConflict
 from services.config import Config
 from services.health import pause
+from services.items import IntegrityError, Item, OnceConflict
 from services.runtime import ServiceContext
 from services.sandbox.box import state_limits
 from services.sandbox.command import Limits, SandboxError

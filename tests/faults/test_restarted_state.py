@@ -13,8 +13,9 @@ from schemas.lease import GroupLease
 from schemas.ledger import BatchEntry
 from schemas.table import Role, Stream
 from schemas.training import BatchDemand
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.config import Config, check
+from services.items import Item
 from services.work import WorkConsumer
 from tests.admission_stage import Stage, connected, items, make_episode, make_lease, make_verdict
 from tests.conftest import eventually
