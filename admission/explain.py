@@ -27,7 +27,7 @@ from admission.slim import SlimEpisode
 from schemas.group import ReadyGroup
 from schemas.ledger import AbandonEntry, BatchEntry, QuarantineEntry
 from schemas.table import Stream
-from services.bus import BusError
+from services.items import BusError
 from services.recording_items import step_name, version_name
 
 What = Literal["group", "trajectory", "step", "token"]

@@ -19,9 +19,10 @@ from admission.explain_page import page
 from admission.life import Life, Told, told_of_group, told_of_step
 from schemas.lease import ordinal_of
 from schemas.table import Role, Stream
-from services.bus import Bus, Item
+from services.bus import Bus
 from services.config import Config
 from services.consume import read_events
+from services.items import Item
 from services.recording import Form, Record
 from services.recording_reader import RecordingReader
 from services.runtime import connect

@@ -26,8 +26,9 @@ from admission.slim import Slim
 from schemas.ledger import BatchEntry
 from schemas.message import Message
 from schemas.table import Role, Stream
-from services.bus import Bus, BusError
+from services.bus import Bus
 from services.config import ConfigError
+from services.items import BusError
 from services.provision import provision
 from services.recording import RECORDED, Form, Record
 from services.recording_reader import RecordingReader

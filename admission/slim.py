@@ -14,7 +14,7 @@ from schemas.actions import Abstain, Action, Finish, InvalidAction, ToolCall
 from schemas.arrays import ArrayError
 from schemas.message import Message
 from schemas.trajectory import Episode, TurnRecord, Verdict, VersionSpan
-from services.bus import Item
+from services.items import Item
 from services.recording import RecordingError
 
 _DETAIL_CHARS = 200

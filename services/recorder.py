@@ -19,9 +19,10 @@ from schemas.ledger import BatchEntry, QuarantineEntry
 from schemas.message import SCHEMA_VERSION, Message
 from schemas.table import Stream
 from schemas.training import StepCommit
-from services.bus import Bus, BusError, Item, StreamState
+from services.bus import Bus
 from services.consume import BATCH, events, read_all
 from services.continuity import Hole, missing
+from services.items import BusError, Item, StreamState
 from services.pull import Damaged
 from services.recording import RECORDED, Form, Manifest, Part, Record
 from services.recording_items import items_of
