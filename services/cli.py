@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import importlib
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -169,6 +171,8 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):  # until the service takes them; it has nothing to drain yet
+        signal.signal(number, lambda *_: os._exit(0))
     follow_lifeline()
     config = _config(options)
     if not config.nats.url:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from schemas.table import Role
 from services.config import Config
-from services.runtime import Serve
+
+if TYPE_CHECKING:
+    from services.runtime import Serve
 
 SERVE: dict[Role, str] = {
     Role.SAMPLER: "rollouter.sampler_service:serve",
@@ -26,7 +28,7 @@ _SLOW_FIRST = (Role.ENGINE, Role.TRAINER)  # they load models; the others are up
 def load_serve(role: Role) -> Serve:
     """The `serve` coroutine function of a role. Raises `KeyError` for a role that is no service (the observer)."""
     module, _, name = SERVE[role].partition(":")
-    return cast(Serve, getattr(importlib.import_module(module), name))
+    return cast("Serve", getattr(importlib.import_module(module), name))
 
 
 def instances(config: Config) -> list[tuple[Role, str]]:

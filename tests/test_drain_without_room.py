@@ -27,6 +27,18 @@ from tests.press_stand import lower_limit
 
 pytestmark = pytest.mark.timeout(180)
 WITHIN_S = 90.0
+INTERRUPTED_START = """
+import os, signal, sys
+
+class AtImport:
+    def find_spec(self, name, path=None, target=None):
+        if name == "services.runtime":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, AtImport())
+from services.cli import main
+main(sys.argv[1:])
+"""
 
 
 def configuration(url: str, run: str) -> Config:
@@ -116,3 +128,11 @@ async def test_a_service_drains_though_the_server_is_gone(
         finally:
             nats_process.start()
             await bus.close()
+
+
+async def test_a_service_that_is_asked_to_end_while_it_still_imports_ends_in_order() -> None:
+    """It has nothing yet that could be lost, so whoever stops a run in its first second sees no failure."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", INTERRUPTED_START, "run", "sampler", "--nats", "nats://127.0.0.1:9", cwd=ROOT
+    )
+    assert await asyncio.wait_for(process.wait(), WITHIN_S) == EXIT_CLEAN
