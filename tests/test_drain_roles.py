@@ -57,10 +57,14 @@ async def test_a_killed_rollouter_leaves_what_a_drained_one_does_not(floor: Floo
         await floor.flows(bus)
         assert service.process is not None
 
-        async def at_work() -> bool:
-            return (await floor.last_beat(bus, Role.ROLLOUTER)).counters.get("groups_running", 0) > 0
+        async def stopped_at_work() -> bool:
+            service.signal(signal.SIGSTOP)
+            if await left_to_time_outs(bus, Role.ROLLOUTER):
+                return True
+            service.signal(signal.SIGCONT)
+            return False
 
-        await eventually(at_work, within_s=30)
+        await eventually(stopped_at_work, within_s=60, what="it holds a lease in the moment it is stopped")
         service.signal(signal.SIGKILL)
         await service.ended()
         assert await left_to_time_outs(bus, Role.ROLLOUTER)
