@@ -24,6 +24,18 @@ if [ "${1:-}" = pretrained ]; then
   exit 0
 fi
 
+# `setup.sh browser`: Chromium, in which a test looks at the page of `headrace explain`.
+if [ "${1:-}" = browser ]; then
+  for name in chromium chromium-browser google-chrome; do if command -v "$name" >/dev/null; then exit 0; fi; done
+  command -v apt-get >/dev/null || die "no Chromium here; install it with this system's package manager"
+  [ "$(id -u)" = 0 ] || die "no Chromium here; run: sudo apt-get update && sudo apt-get install -y chromium"
+  say "installing chromium"
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq
+  apt-get install -y -qq --no-install-recommends chromium >/dev/null
+  exit 0
+fi
+
 key=$(cat pyproject.toml setup.sh | sha256sum | cut -d' ' -f1)-$VLLM
 stamp=$VENV/.headrace-setup
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && command -v bwrap >/dev/null; then exit 0; fi

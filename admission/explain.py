@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from admission.explain_step import About, StepTold, ready_of, step_events, step_life, told_step
+from admission.gradient_mass import MassRule, gradient_mass
 from admission.life import (
     Event,
     GroupTold,
     Life,
-    StepTold,
-    Told,
+    Unexplained,
     attempt_events,
-    content_of,
     episode_events,
     holder_events,
+    lost,
     spans,
-    step_events,
     told_of_group,
-    told_of_step,
     turn_events,
+    version,
 )
 from admission.slim import SlimEpisode
 from schemas.group import ReadyGroup
-from schemas.ledger import AbandonEntry, BatchEntry, QuarantineEntry
+from schemas.ledger import AbandonEntry, BatchEntry, LostItem, QuarantineEntry
 from schemas.table import Stream
-from services.items import BusError
-from services.recording_items import step_name, version_name
 
 What = Literal["group", "trajectory", "step", "token"]
 WHATS: tuple[What, ...] = ("group", "trajectory", "step", "token")
 OF_GROUP = (Stream.TASKS, Stream.TURNS, Stream.EPISODES, Stream.READY, Stream.LEDGER)
-OF_STEP = (Stream.LEDGER, Stream.TRAIN, Stream.POLICY)
-About = Callable[[Iterable[str], Iterable[Stream]], Iterable[Told]]
-
-
-class Unexplained(BusError):
-    """What was asked for is no item, or the streams do not tell of it; the text says how to ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +68,44 @@ def question(what: str, words: Iterable[str]) -> Question:
     raise Unexplained(f"{what} {' '.join(words)}: {hint}")
 
 
-def explain(asked: Question, about: About) -> Life:
-    """Answer. `about` gives the records that tell of items by their names; it may give others with them.
+def explain(asked: Question, about: About, mass: MassRule | None = None) -> Life:
+    """Answer. `about` gives the records that tell of items by their names; it may give others with them. With a `mass` rule it
+    is said how much of its step's gradient a group carried.
 
     Raises `Unexplained` when nothing tells of the item.
     """
     if asked.what == "step":
-        return _step(asked.number, about)
+        return step_life(asked.number, about, mass)
     told = told_of_group(asked.group, about([asked.group], OF_GROUP))
     if told.lease is None and told.ready is None and not told.episodes and not told.turns:
         raise Unexplained(f"group {asked.group}: nothing tells of it; groups are named like g00000042")
     batch = told.batch()
-    step = _told_step(batch[2].step, about) if batch is not None else None
+    step = told_step(batch[2].step, about) if batch is not None else None
+    share = _mass_of(told, step, about, mass)
     if asked.what == "group":
-        return _group(told, step)
+        return _group(told, step, share)
     if asked.number not in told.episodes and not any(turn.slot == asked.number for _, turn in told.turns):
         known = sorted(set(told.episodes) | {turn.slot for _, turn in told.turns})
         raise Unexplained(f"trajectory {asked.group}/{asked.number}: nothing tells of it; the group has slots {known}")
     if asked.what == "trajectory":
-        return _trajectory(told, step, asked.number)
-    return _token(told, step, asked.number, asked.position)
+        return _trajectory(told, step, asked.number, share)
+    return _token(told, step, asked.number, asked.position, share)
 
 
-def _told_step(step: int, about: About) -> StepTold:
-    return told_of_step(step, about([step_name(step), version_name(step + 1)], OF_STEP))
+def _mass_of(told: GroupTold, step: StepTold | None, about: About, mass: MassRule | None) -> dict[str, Any]:
+    """The group's share of its step's gradient, as a fact; empty where it entered none."""
+    commit = step.commit() if step is not None else None
+    if mass is None or commit is None or told.group not in commit.groups:
+        return {}
+    trained = [group for _, group in ready_of(commit.groups, about).values()]
+    if len(trained) < len(commit.groups):
+        return {"gradient_mass": "not known: the ready entry of a group of the step is not there"}
+    shares = gradient_mass(trained, mass)
+    return {"gradient_mass": shares[told.group], "gradient_mass_by": str(mass)} if shares else {}
 
 
-def _group(told: GroupTold, step: StepTold | None) -> Life:
-    life = Life(f"group {told.group}", answer=_fate(told, step), facts=_group_facts(told))
+def _group(told: GroupTold, step: StepTold | None, share: dict[str, Any]) -> Life:
+    life = Life(f"group {told.group}", answer=_fate(told, step), facts=_group_facts(told) | share)
     if told.lease is not None:
         at, lease = told.lease
         life.events.append(Event(at, "sampler", f"leases task {lease.task_id} at version {lease.leased_at_version}"))
@@ -151,6 +153,10 @@ def _decision_events(told: GroupTold) -> list[Event]:
                     f"{member.oldest_version}, bound {entry.max_lag}, settings {entry.settings_hash} (LEDGER {seq})",
                 )
             )
+        elif isinstance(entry, AbandonEntry) and isinstance(entry.step, int):
+            numbers = _numbers(entry)
+            said = f"abandons it, which takes it out of batch {entry.step}: {entry.reason}: {entry.detail}{numbers}"
+            events.append(Event(at, "admission", f"{said} (LEDGER {seq})"))
         else:
             way = "quarantines" if isinstance(entry, QuarantineEntry) else "abandons"
             events.append(Event(at, "admission", f"{way} it: {entry.reason}: {entry.detail}{_numbers(entry)} (LEDGER {seq})"))
@@ -169,17 +175,21 @@ def _numbers(entry: QuarantineEntry | AbandonEntry) -> str:
 
 def _fate(told: GroupTold, step: StepTold | None) -> str:
     """What became of the group, in one sentence."""
+    batch, out = told.batch(), told.taken_out()
+    item = step.left_out(told.group) if step is not None else None
+    if out is not None and isinstance(out.lost, LostItem):
+        return f"{told.group} was taken out of step {out.step}: item lost: {lost(out.lost)}; it is abandoned: {out.detail}"
+    if item is not None and batch is not None:
+        return f"{told.group} was taken out of step {batch[2].step}: item lost: {lost(item)}; no ledger entry abandons it yet"
     dropped = [entry for _, _, entry in told.decisions if not isinstance(entry, BatchEntry)]
     if dropped:
         entry = dropped[-1]
         way = "quarantined" if isinstance(entry, QuarantineEntry) else "abandoned"
-        out_of = f", out of batch {entry.step}," if isinstance(entry, AbandonEntry) and isinstance(entry.step, int) else ""
-        return f"{told.group} was {way}{out_of} because {entry.reason}: {entry.detail}"
-    batch = told.batch()
+        return f"{told.group} was {way} because {entry.reason}: {entry.detail}"
     if batch is not None:
         lag = next(m.lag for m in batch[2].groups if m.group == told.group)
-        commits = step.commits if step is not None else []
-        made = f", which made version {commits[-1][1].version}" if commits else ", which is not committed yet"
+        commit = step.commit() if step is not None else None
+        made = f", which made {version(commit.version, commit.incarnation)}" if commit else ", which is not committed yet"
         return f"{told.group} was trained on in step {batch[2].step} with lag {lag}{made}"
     if told.ready is not None:
         group = told.ready[2]
@@ -210,10 +220,13 @@ def _waits(events: Iterable[Event]) -> dict[str, float]:
     return waits
 
 
-def _trajectory(told: GroupTold, step: StepTold | None, slot: int) -> Life:
-    whole = _group(told, step)
+def _trajectory(told: GroupTold, step: StepTold | None, slot: int, share: dict[str, Any]) -> Life:
+    whole = _group(told, step, share)
     lanes = {lane for event in whole.events if (lane := event.lane).startswith("slot ")} - {f"slot {slot}"}
-    life = Life(f"trajectory {told.group}/{slot}", facts=_trajectory_facts(told, slot))
+    life = Life(
+        f"trajectory {told.group}/{slot}",
+        facts=_trajectory_facts(told, slot) | {f"group_{name}": value for name, value in share.items()},
+    )
     life.events = [event for event in whole.events if event.lane not in lanes]
     life.facts["waits_s"] = _waits(life.events)
     held = told.episodes.get(slot)
@@ -247,7 +260,7 @@ def _trajectory_facts(told: GroupTold, slot: int) -> dict[str, Any]:
     return facts
 
 
-def _token(told: GroupTold, step: StepTold | None, slot: int, position: int) -> Life:
+def _token(told: GroupTold, step: StepTold | None, slot: int, position: int, share: dict[str, Any]) -> Life:
     held = told.episodes.get(slot)
     name = f"token {told.group}/{slot}@{position}"
     if held is None:
@@ -255,7 +268,7 @@ def _token(told: GroupTold, step: StepTold | None, slot: int, position: int) -> 
     episode = held[1]
     if position >= episode.fact.total_tokens:
         raise Unexplained(f"{name}: the trajectory has positions 0 to {episode.fact.total_tokens - 1}")
-    life = _trajectory(told, step, slot)
+    life = _trajectory(told, step, slot, share)
     life.title = name
     if not any(start <= position < end for start, end in episode.sampled):
         life.answer = f"position {position} was not sampled: it is prompt or observation, and no gradient enters it"
@@ -264,10 +277,8 @@ def _token(told: GroupTold, step: StepTold | None, slot: int, position: int) -> 
     number, offset = _turn_of(episode, position)
     turn = next((t for _, t in told.turns if (t.slot, t.attempt, t.turn) == (slot, episode.attempt, number)), None)
     engine = turn.engine if turn is not None else ", ".join(episode.engines)
-    version = "?" if span is None else f"{span.version}" + (f" of incarnation {span.incarnation}" if span.incarnation else "")
-    life.answer = (
-        f"position {position} is token {offset} of turn {number}, sampled by engine {engine or '?'} under version {version}"
-    )
+    under = "version ?" if span is None else version(span.version, span.incarnation)
+    life.answer = f"position {position} is token {offset} of turn {number}, sampled by engine {engine or '?'} under {under}"
     life.facts = {
         "engine": engine,
         "version": None if span is None else span.version,
@@ -283,57 +294,3 @@ def _turn_of(episode: SlimEpisode, position: int) -> tuple[int, int]:
     number = max((i for i, start in enumerate(episode.turn_starts) if start <= position), default=0)
     start = episode.turn_starts[number] if episode.turn_starts else 0
     return number, position - start
-
-
-def _step(step: int, about: About) -> Life:
-    told = _told_step(step, about)
-    if told.batch is None and not told.demands and not told.commits:
-        raise Unexplained(f"step {step}: nothing tells of it")
-    life = Life(f"step {step}", events=list(step_events(told)))
-    names = [member.group for member in told.batch[2].groups] if told.batch is not None else []
-    ready: dict[str, tuple[int, ReadyGroup]] = {}
-    for stream, record in about(names, [Stream.READY]):
-        group = content_of(stream, record) if record.name.partition(".")[2] in names else None
-        if isinstance(group, ReadyGroup):
-            ready[group.group] = (record.time_ns, group)
-    life.facts = _step_facts(told, ready)
-    if told.commits:
-        commit = told.commits[-1][1]
-        life.answer = f"step {step} made version {commit.version} ({commit.digest[:12]}) out of {len(commit.groups)} groups"
-    else:
-        life.answer = f"step {step} has {'its batch and is not committed' if told.batch else 'no batch yet'}"
-    for name, (at, group) in ready.items():
-        decided = told.batch[1] if told.batch is not None else 0
-        life.events.append(
-            Event(at, "bank", f"{name} becomes whole, oldest version {group.oldest_version()}", max(decided, at), kind="wait")
-        )
-    return life.sorted()
-
-
-def _step_facts(told: StepTold, ready: dict[str, tuple[int, ReadyGroup]]) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    if told.commits:
-        c = told.commits[-1][1]
-        facts |= {
-            "wait_s": c.wait_s,
-            "train_s": c.train_s,
-            "publish_s": c.publish_s,
-            "rows": c.rows,
-            "tokens": c.trained_tokens,
-        }
-        facts |= {"patch_bytes": c.patch_bytes, "left_out": [left.group for left in c.left_out()]}
-        facts["metrics"] = dict(c.metrics)
-    if told.batch is not None:
-        _, at, batch = told.batch
-        facts |= {"max_lag": batch.max_lag, "settings": batch.settings_hash, "ready_high_water": batch.ready_high_water}
-        facts["groups"] = [
-            {
-                "group": m.group,
-                "lag": m.lag,
-                "oldest_version": m.oldest_version,
-                "family": ready[m.group][1].family if m.group in ready else "",
-                "in_bank_s": round((at - ready[m.group][0]) / 1e9, 3) if m.group in ready else None,
-            }
-            for m in batch.groups
-        ]
-    return facts

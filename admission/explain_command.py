@@ -14,34 +14,42 @@ from typing import Any
 
 from rich.console import Console
 
+from admission import recorded
 from admission.explain import OF_GROUP, Question, explain, question
 from admission.explain_page import page
-from admission.life import Life, Told, told_of_group, told_of_step
+from admission.explain_step import told_of_step
+from admission.gradient_mass import Advantages, MassRule
+from admission.life import Life, Told, told_of_group
 from schemas.lease import ordinal_of
 from schemas.table import Role, Stream
 from services.bus import Bus
 from services.config import Config
 from services.consume import read_events
 from services.items import Item
-from services.recording import Form, Record
+from services.recording import Form, Record, RecordingError
 from services.recording_reader import RecordingReader
+from services.replay_arguments import write_out
 from services.runtime import connect
 from services.stopped_run import served
 
 EXIT_OK = 0
 
 
-def run_explain(options: argparse.Namespace, config: Config | None, folder: Path | None) -> int:
-    """Carry the command out; gives the exit code. Raises `Unexplained` where nothing tells of the item."""
+def run_explain(options: argparse.Namespace, config: Config | None, folder: Path | None, advantages: Advantages) -> int:
+    """Carry the command out; gives the exit code. `advantages` is the trainer's credit.
+
+    Raises `Unexplained` where nothing tells of the item.
+    """
     asked = question(options.what, options.item)
     if config is None:
         with RecordingReader(options.recording) as reader:
-            life = explain(asked, reader.about)
+            life = explain(asked, reader.about, _rule(reader, advantages))
     else:
-        life = asyncio.run(_of_run(config, folder, asked))
-    for out, written in ((options.json, json.dumps(as_json(life), indent=1) + "\n"), (options.html, page(life))):
-        if out and out != "-":
-            Path(out).write_text(written, encoding="utf-8")
+        life = asyncio.run(_of_run(config, folder, asked, advantages))
+    if options.json and options.json != "-":
+        write_out("--json", options.json, json.dumps(as_json(life), indent=1) + "\n")
+    if options.html:
+        write_out("--html", options.html, page(life))
     if options.json == "-":
         print(json.dumps(as_json(life), indent=1))
     else:
@@ -51,14 +59,23 @@ def run_explain(options: argparse.Namespace, config: Config | None, folder: Path
     return EXIT_OK
 
 
-async def _of_run(config: Config, folder: Path | None, asked: Question) -> Life:
+def _rule(reader: RecordingReader, advantages: Advantages) -> MassRule | None:
+    """None where the recording's configuration cannot be read; everything else can be told all the same."""
+    try:
+        return MassRule.of(recorded.run_config(reader), advantages)
+    except RecordingError:
+        return None
+
+
+async def _of_run(config: Config, folder: Path | None, asked: Question, advantages: Advantages) -> Life:
     async with served(config, folder) as reachable:
         bus = await connect(reachable, Role.OBSERVER, f"explain-{os.getpid()}")
         try:
             told = await gather(bus, asked)
         finally:
             await bus.close()
-    return explain(asked, lambda names, streams: [item for item in told if item[0] in tuple(streams)])
+    rule = MassRule.of(config, advantages)
+    return explain(asked, lambda names, streams: [item for item in told if item[0] in tuple(streams)], rule)
 
 
 async def gather(bus: Bus, asked: Question) -> list[Told]:
@@ -67,14 +84,15 @@ async def gather(bus: Bus, asked: Question) -> list[Told]:
     step = asked.number if asked.what == "step" else -1
     if asked.group:
         for stream in OF_GROUP:
-            told += await _read(bus, stream, *_patterns(stream, asked.group))
+            told += await read(bus, stream, *_patterns(stream, asked.group))
         batch = told_of_group(asked.group, told).batch()
         step = -1 if batch is None else batch[2].step
     if step >= 0:
         for stream, patterns in ((Stream.LEDGER, ["ledger.batch.*"]), (Stream.TRAIN, []), (Stream.POLICY, [])):
-            told += [] if asked.group and stream is Stream.LEDGER else await _read(bus, stream, *patterns)
-    if asked.what == "step" and (found := told_of_step(step, told).batch) is not None:
-        told += await _read(bus, Stream.READY, *(f"ready.{member.group}" for member in found[2].groups))
+            told += [] if asked.group and stream is Stream.LEDGER else await read(bus, stream, *patterns)
+    if step >= 0 and (found := told_of_step(step, told).batch) is not None:
+        others = [member.group for member in found[2].groups if member.group != asked.group]
+        told += await read(bus, Stream.READY, *(f"ready.{group}" for group in others)) if others else []
     return told
 
 
@@ -88,7 +106,8 @@ def _patterns(stream: Stream, group: str) -> list[str]:
     }[stream]
 
 
-async def _read(bus: Bus, stream: Stream, *patterns: str) -> list[Told]:
+async def read(bus: Bus, stream: Stream, *patterns: str) -> list[Told]:
+    """What stands on these subjects, as records."""
     found = [event for event in await read_events(bus, stream, *patterns) if isinstance(event, Item)]
     prefix = bus.subjects.prefix
     return [(stream, Record(i.seq, i.time_ns, i.subject.removeprefix(prefix), Form.WHOLE, i.data)) for i in found]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 
 from admission.life import Event, Life
@@ -20,6 +19,7 @@ svg { width: 100%; height: auto; } svg text { fill: var(--dim); font-size: 12px;
 .work { fill: var(--work); } .sandbox { fill: var(--sandbox); } .wait { fill: var(--wait); } .point { fill: var(--point); }
 table { border-collapse: collapse; width: 100%; margin-top: 1.2rem; font-variant-numeric: tabular-nums; }
 td, th { text-align: left; padding: .15rem .6rem .15rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+table.rows { margin: 0; }
 td.n, th.n { text-align: right; white-space: nowrap; } th { color: var(--dim); font-weight: 500; white-space: nowrap; }
 .key span { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
 """
@@ -44,7 +44,18 @@ def page(life: Life) -> str:
 
 
 def _value(value: object) -> str:
-    return escape(value if isinstance(value, str) else json.dumps(value, default=str))
+    """Rows of one kind as a table, mappings and lists as words, the rest as it is."""
+    if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+        head = "".join(f"<th>{escape(str(name))}</th>" for name in value[0])
+        rows = "".join("<tr>" + "".join(f"<td>{_value(cell)}</td>" for cell in row.values()) + "</tr>" for row in value)
+        return f'<table class="rows"><tr>{head}</tr>{rows}</table>'
+    if isinstance(value, dict):
+        return ", ".join(f"{escape(str(name))} {_value(held)}" for name, held in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(_value(held) for held in value) or "none"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "none" if value is None else escape(str(value))
 
 
 def _row(event: Event, begun: int) -> str:

@@ -8,15 +8,14 @@ from typing import Any, Literal
 
 from admission.recorded import message_of
 from admission.slim import Slim, SlimEpisode, SlimTurn, SlimVerdict, decode_slim, slim
-from schemas.attempts import AttemptEnded, AttemptOpened, AttemptTakeover, GroupClaim, GroupRelease
+from schemas.attempts import AttemptEnded, AttemptOpened, AttemptPlayed, AttemptTakeover, GroupClaim, GroupRelease
 from schemas.group import ReadyGroup
 from schemas.lease import GroupLease, ordinal_of
-from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, QuarantineEntry
+from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, LostItem, QuarantineEntry
 from schemas.message import Message
-from schemas.policy import EngineState, FleetVersions, WeightsManifest
 from schemas.table import Stream
-from schemas.training import BatchDemand, StepCommit
-from schemas.trajectory import Episode, TurnRecord, Verdict, VersionSpan
+from schemas.trajectory import Episode, TurnEffect, TurnRecord, Verdict, VersionSpan
+from services.items import BusError
 from services.recording import Form, Record
 
 Told = tuple[Stream, Record]
@@ -51,6 +50,10 @@ class Life:
         return Life(self.title, self.answer, self.facts, sorted(self.events, key=lambda e: (e.at_ns, e.until_ns)))
 
 
+class Unexplained(BusError):
+    """What was asked for is no item, or the streams do not tell of it; the text says how to ask."""
+
+
 @dataclass
 class GroupTold:
     """Everything that the streams say of one group, told apart by kind; times are the server's."""
@@ -60,15 +63,21 @@ class GroupTold:
     claims: list[tuple[int, GroupClaim | GroupRelease]] = field(default_factory=list)
     attempts: list[tuple[int, AttemptOpened | AttemptTakeover | AttemptEnded]] = field(default_factory=list)
     turns: list[tuple[int, SlimTurn]] = field(default_factory=list)
+    played: dict[tuple[int, int], TurnEffect] = field(default_factory=dict)  # slot, attempt -> what the last command did
     episodes: dict[int, tuple[int, SlimEpisode]] = field(default_factory=dict)
     verdicts: dict[int, tuple[int, SlimVerdict]] = field(default_factory=dict)
     ready: tuple[int, int, ReadyGroup] | None = None
     decisions: list[tuple[int, int, LedgerEntry]] = field(default_factory=list)  # sequence, time, entry
 
     def batch(self) -> tuple[int, int, BatchEntry] | None:
-        """The batch that took it, unless it was lost out of that again."""
+        """The batch that took it, also when its step then left it out."""
         found = [(seq, at, e) for seq, at, e in self.decisions if isinstance(e, BatchEntry)]
         return found[-1] if found else None
+
+    def taken_out(self) -> AbandonEntry | None:
+        """The entry that took it out of its batch again, if one did."""
+        abandoned = (e for _, _, e in self.decisions if isinstance(e, AbandonEntry) and isinstance(e.step, int))
+        return next(abandoned, None)
 
 
 def told_of_group(group: str, told: Iterable[Told]) -> GroupTold:
@@ -85,6 +94,8 @@ def told_of_group(group: str, told: Iterable[Told]) -> GroupTold:
                 found.claims.append((record.time_ns, content))
             case AttemptOpened() | AttemptTakeover() | AttemptEnded():
                 found.attempts.append((record.time_ns, content))
+            case AttemptPlayed():
+                found.played[content.slot, content.attempt] = content.last
             case SlimTurn():
                 found.turns.append((record.time_ns, content))
             case SlimEpisode():
@@ -122,43 +133,6 @@ def content_of(stream: Stream, record: Record) -> Message | Slim | None:
     return message
 
 
-@dataclass
-class StepTold:
-    """What the streams say of one step and of the version that it made."""
-
-    step: int
-    demands: list[tuple[int, int, BatchDemand]] = field(default_factory=list)
-    batch: tuple[int, int, BatchEntry] | None = None
-    commits: list[tuple[int, StepCommit]] = field(default_factory=list)
-    manifests: list[tuple[int, WeightsManifest]] = field(default_factory=list)
-    serving: dict[str, int] = field(default_factory=dict)  # engine -> when it first said that it serves the version
-    fleet_ns: int = 0
-
-
-def told_of_step(step: int, told: Iterable[Told]) -> StepTold:
-    """Pick what is this step's out of records."""
-    found = StepTold(step)
-    version = step + 1
-    for stream, record in told:
-        number = record.name.rpartition(".")[2].partition("-")[0]
-        if stream in (Stream.LEDGER, Stream.TRAIN) and number != str(step):
-            continue
-        match content_of(stream, record):
-            case BatchDemand() as demand if demand.step == step:
-                found.demands.append((record.seq, record.time_ns, demand))
-            case BatchEntry() as batch if batch.step == step:
-                found.batch = (record.seq, record.time_ns, batch)
-            case StepCommit() as commit if commit.step == step:
-                found.commits.append((record.time_ns, commit))
-            case WeightsManifest() as manifest if manifest.version == version:
-                found.manifests.append((record.time_ns, manifest))
-            case EngineState() as state if state.version == version and state.phase == "serving":
-                found.serving.setdefault(state.engine, record.time_ns)
-            case FleetVersions() as fleet if fleet.oldest >= version and not found.fleet_ns:
-                found.fleet_ns = record.time_ns
-    return found
-
-
 def spans(versions: Iterable[VersionSpan]) -> str:
     """`version 3` or `versions 3 (12 tokens), 4 (5 tokens)`."""
     listed = list(versions)
@@ -171,11 +145,15 @@ def spans(versions: Iterable[VersionSpan]) -> str:
 
 def holder_events(told: GroupTold) -> Iterator[Event]:
     """Who held the group, and every change."""
+    before = ""
     for at, claim in told.claims:
         if isinstance(claim, GroupClaim):
-            taken = "is leased by" if claim.number == 0 else f"is taken over (claim {claim.number}) by"
-            yield Event(at, "holder", f"{taken} rollouter {claim.rollouter}")
+            own = claim.number > 0 and claim.rollouter == before
+            how = "is leased by" if claim.number == 0 else f"is taken {'up again' if own else 'over'} (claim {claim.number}) by"
+            yield Event(at, "holder", f"{how} rollouter {claim.rollouter}{', which had lost it' if own else ''}")
+            before = claim.rollouter
         else:
+            before = ""
             yield Event(at, "holder", f"is handed back by rollouter {claim.rollouter}: {claim.reason}")
 
 
@@ -203,7 +181,7 @@ def turn_events(told: GroupTold) -> Iterator[Event]:
         sealed = told.episodes.get(turn.slot)
         end = after.started_ns if after is not None and same else sealed[1].sealed_ns if sealed is not None else 0
         if turn.has_command and end > at:
-            effect = after.previous if after is not None and same else None
+            effect = after.previous if after is not None and same else told.played.get((turn.slot, turn.attempt))
             yield Event(at, lane, f"turn {turn.turn}: command in {turn.executor}{_outcome(effect)}", end, kind="sandbox")
 
 
@@ -238,29 +216,11 @@ def _tail(detail: str) -> str:
     return f": {detail}" if detail else ""
 
 
-def step_events(told: StepTold) -> Iterator[Event]:
-    """From the demand to the version in service."""
-    for seq, at, demand in told.demands:
-        yield Event(
-            at, "trainer", f"demands batch {demand.step} of {demand.groups} groups for version {demand.version} (TRAIN {seq})"
-        )
-    if told.batch is not None:
-        seq, at, batch = told.batch
-        lags = [member.lag for member in batch.groups]
-        yield Event(at, "admission", f"decides batch {batch.step}: {len(lags)} groups, lags {lags} (LEDGER {seq})")
-        for done, commit in told.commits:
-            if done > at:
-                yield Event(
-                    at, "trainer", f"trains step {commit.step}: {commit.rows} rows, {commit.trained_tokens} tokens", done
-                )
-    for at, commit in told.commits:
-        incarnation = f" of incarnation {commit.incarnation}" if commit.incarnation else ""
-        yield Event(
-            at, "trainer", f"commits step {commit.step}: version {commit.version}{incarnation}, digest {commit.digest[:12]}"
-        )
-    for at, manifest in told.manifests:
-        yield Event(at, "weights", f"version {manifest.version} is published as {manifest.form}")
-    for engine, at in sorted(told.serving.items()):
-        yield Event(at, "weights", f"engine {engine} serves version {told.step + 1}")
-    if told.fleet_ns:
-        yield Event(told.fleet_ns, "weights", f"every engine in rotation serves version {told.step + 1} or later")
+def version(number: int, incarnation: int) -> str:
+    """A version by its name."""
+    return f"version {number}" + (f" of incarnation {incarnation}" if incarnation else "")
+
+
+def lost(item: LostItem) -> str:
+    """A lost item by its place."""
+    return f"{item.stream} {item.seq}" + (f" ({item.digest[:12]})" if item.digest else "")

@@ -11,7 +11,8 @@ from rich.console import Console
 from admission.slim import slim_bytes
 from schemas.table import Role, Stream
 from services.config import Config, to_toml
-from services.recorder import Range, RangeError, Recorded, record
+from services.recorded_range import Range, RangeError
+from services.recorder import Recorded, record
 from services.recording import RECORDED
 from services.runtime import connect
 from services.stopped_run import has_ended, served
@@ -64,10 +65,18 @@ def _without_places(config: Config) -> Config:
 
 def asked_for(seqs: list[str], since: str | None, until: str | None, from_step: int | None, to_step: int | None) -> Range:
     """The range that a command line asks for. Raises `RangeError` naming the word that is wrong."""
+    for option, step in (("--from-step", from_step), ("--to-step", to_step)):
+        if step is not None and step < 0:
+            raise RangeError(f"{option} {step}: steps are numbered from 0")
+    if from_step is not None and to_step is not None and from_step > to_step:
+        raise RangeError(f"--from-step {from_step} lies behind --to-step {to_step}; give the lower one first")
+    since_ns, until_ns = _time_ns("--since", since), _time_ns("--until", until)
+    if until_ns and since_ns > until_ns:
+        raise RangeError(f"--since {since} lies behind --until {until}; give the earlier one first")
     return Range(
         seqs=dict(_seqs(text) for text in seqs),
-        since_ns=_time_ns("--since", since),
-        until_ns=_time_ns("--until", until),
+        since_ns=since_ns,
+        until_ns=until_ns,
         from_step=from_step,
         to_step=to_step,
     )

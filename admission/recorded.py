@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -12,6 +12,7 @@ from admission.gates import GateSettings
 from admission.joining import EpisodeFact, VerdictFact, episode_fact, verdict_fact
 from admission.slim import SlimEpisode, SlimVerdict, decode_slim
 from schemas.codec import CodecError, decode_any
+from schemas.dead_letter import LostRange
 from schemas.group import ReadyGroup
 from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, QuarantineEntry
@@ -46,8 +47,12 @@ def messages(reader: RecordingReader, stream: Stream) -> Iterator[tuple[Record, 
 def ledger(reader: RecordingReader) -> list[tuple[int, LedgerEntry]]:
     """LEDGER. Raises `RecordingError` at an entry that cannot be read, as nothing is decided beside a partial ledger."""
     entries: list[tuple[int, LedgerEntry]] = []
+    before = 0
     for record in reader.records(Stream.LEDGER):
         entry = message_of(record)
+        if record.seq != before + 1:
+            raise RecordingError(f"{reader.path}: LEDGER {before + 1} to {record.seq - 1} are missing; nothing follows from it")
+        before = record.seq
         if not isinstance(entry, BatchEntry | QuarantineEntry | AbandonEntry):
             raise RecordingError(f"{reader.path}: LEDGER {record.seq} ({record.name}) cannot be read; nothing follows from it")
         entries.append((record.seq, entry))
@@ -59,6 +64,54 @@ def ready(reader: RecordingReader) -> Iterator[tuple[Record, ReadyGroup]]:
     for record, message in messages(reader, Stream.READY):
         if isinstance(message, ReadyGroup) and message.stands_on(record.name):
             yield record, message
+
+
+def lost_ranges(reader: RecordingReader, stream: Stream) -> list[tuple[int, int]]:
+    """What services noticed that a log had lost; others may stand there since."""
+    dead = (message for _, message in messages(reader, Stream.DEAD) if isinstance(message, LostRange))
+    return [(lost.first_seq, lost.last_seq) for lost in dead if lost.stream == str(stream)]
+
+
+class Gone(Container[int]):
+    """Sequences of one log that were written and that a recording of it from 1 on does not have: passed over by the server,
+    damaged, behind the log's end, or known to have been cut off and given to others since."""
+
+    def __init__(self, reader: RecordingReader, stream: Stream) -> None:
+        self.last = 0
+        self.runs: list[tuple[int, int]] = []
+        for record in reader.records(stream):
+            if record.seq > self.last + 1:
+                self.runs.append((self.last + 1, record.seq - 1))
+            if record.form == Form.DAMAGED:
+                self.runs.append((record.seq, record.seq))
+            self.last = record.seq
+        self.runs = sorted({*self.runs, *lost_ranges(reader, stream)})
+
+    def __contains__(self, seq: object) -> bool:
+        return isinstance(seq, int) and (seq > self.last or any(first <= seq <= last for first, last in self.runs))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in self.runs)
+
+
+class ReadyLog(Mapping[int, ReadyGroup]):
+    """READY by sequence; each look reads one block."""
+
+    def __init__(self, reader: RecordingReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, seq: int) -> ReadyGroup:
+        for record in self._reader.at(Stream.READY, [seq]):
+            message = message_of(record)
+            if isinstance(message, ReadyGroup) and message.stands_on(record.name):
+                return message
+        raise KeyError(seq)
+
+    def __iter__(self) -> Iterator[int]:
+        return (record.seq for record, _ in ready(self._reader))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def leases(reader: RecordingReader) -> Iterator[tuple[Record, GroupLease]]:

@@ -8,23 +8,33 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from admission.republish import run_republish
-from admission.verify import AdmissionCheck, BankCheck, verify_admission, verify_bank
+from admission.verify import AdmissionCheck, BankCheck, BankDifference, Verified, verify
 from admission.what_if_command import run_what_if
 from schemas.message import Message
+from services.config import ConfigError
 from services.recording_reader import RecordingReader
+from services.replay_arguments import write_out
 
 EXIT_SAME, EXIT_DIFFERENT = 0, 1
+_SHOWN = 20  # entries in part taken from the record; the JSON has all
 
 
 def run_replay(options: argparse.Namespace) -> int:
-    """Carry the command out; gives the exit code. Raises `RecordingError` for a file that is no whole recording."""
+    """Carry the command out; gives the exit code. Raises `RecordingError` for a file that is no whole recording, `ConfigError`
+    for words that do not go together."""
+    ways = {
+        "--verify": options.verify,
+        "--set and --sweep": bool(options.set or options.sweep),
+        "--into and --break": bool(options.into or options.breaks),
+    }
+    if len(asked := [name for name, given in ways.items() if given]) > 1:
+        raise ConfigError(f"{asked[0]} does not go with {asked[1]}; give one of them at a time")
     with RecordingReader(options.file) as reader:
         if options.into or options.breaks:
             return run_republish(reader, options)
@@ -36,16 +46,14 @@ def run_replay(options: argparse.Namespace) -> int:
 def _verify(reader: RecordingReader, options: argparse.Namespace) -> int:
     begun = time.monotonic()
     with collected_once():
-        admitted = verify_admission(reader)
-        banked = verify_bank(reader)
+        found = verify(reader)
     seconds = time.monotonic() - begun
     console = Console(highlight=False, markup=False, emoji=False)
-    for line in report(reader, banked, admitted, seconds):
+    for line in report(reader, found, seconds):
         console.print(line, soft_wrap=True)
-    same = banked.difference is None and admitted.difference is None
     if options.json:
-        Path(options.json).write_text(json.dumps(as_json(banked, admitted, seconds), indent=1) + "\n", encoding="utf-8")
-    return EXIT_SAME if same else EXIT_DIFFERENT
+        write_out("--json", options.json, json.dumps(as_json(found, seconds), indent=1) + "\n")
+    return EXIT_SAME if found.same else EXIT_DIFFERENT
 
 
 @contextmanager
@@ -60,19 +68,23 @@ def collected_once() -> Iterator[None]:
             gc.enable()
 
 
-def report(reader: RecordingReader, banked: BankCheck, admitted: AdmissionCheck, seconds: float) -> list[str]:
+def report(reader: RecordingReader, found: Verified, seconds: float) -> list[str]:
     """What came out, in aligned lines; a difference with what it was decided from."""
-    made = reader.manifest
+    made, banked, admitted = reader.manifest, found.bank, found.admission
     lines = [
         f"recording  run {made.run}, {'with' if made.bodies else 'without'} bodies, {made.asked}, by headrace {made.headrace}"
     ]
     if made.generated:
         lines.append("           GENERATED: no run made it")
-    unchecked = f"; {banked.unchecked} not checked, their items are outside of the range" if banked.unchecked else ""
-    lines.append(f"bank       {_state(banked.difference)} {banked.groups:>8} ready groups{unchecked}")
+    lines += [f"gone       {stream} {runs}: the store no longer had them" for stream, runs in found.gone.items()]
+    lines.append(f"bank       {_state(banked.difference)} {banked.groups:>8} ready groups{_unchecked(banked)}")
     if banked.difference is not None:
-        lines += _bank_difference(banked)
-    lines.append(f"admission  {_state(admitted.difference)} {admitted.entries:>8} ledger entries")
+        lines += _bank_difference(banked.difference)
+    trusted = f"; {len(admitted.trusted)} in part taken from the record" if admitted.trusted else ""
+    lines.append(f"admission  {_state(admitted.difference)} {admitted.entries:>8} ledger entries{trusted}")
+    lines += [f"  LEDGER {seq}: {why}" for seq, why in admitted.trusted[:_SHOWN]]
+    if len(admitted.trusted) > _SHOWN:
+        lines.append(f"  and {len(admitted.trusted) - _SHOWN} more; --json OUT lists all")
     for settings in admitted.settings:
         lines.append(
             f"settings   {settings.hash()}  max_lag {settings.max_lag}, versions {settings.versions}, "
@@ -81,20 +93,24 @@ def report(reader: RecordingReader, banked: BankCheck, admitted: AdmissionCheck,
     lines += [f"settings   {name}  not found: no settings of this build give this hash" for name in admitted.unknown_settings]
     if admitted.difference is not None:
         lines += _admission_difference(admitted)
-    same = banked.difference is None and admitted.difference is None
-    every = "every decision whose items were recorded" if banked.unchecked else "every recorded decision"
-    verdict = f"{every} comes out again, bit for bit" if same else "a decision comes out otherwise"
+    every = "every recorded decision" if found.whole else "every decision of which the recording holds all that it came from"
+    verdict = f"{every} comes out again, bit for bit" if found.same else "a decision comes out otherwise"
     lines.append(f"replay     {verdict}; {seconds:.1f} s")
     return lines
+
+
+def _unchecked(banked: BankCheck) -> str:
+    parts = [f"{banked.lost} not checked, since the store has lost items of theirs"] if banked.lost else []
+    parts += [f"{banked.outside} not checked, since the range leaves items of theirs out"] if banked.outside else []
+    parts += [f"{banked.unfinished} whole and not in READY yet"] if banked.unfinished else []
+    return "".join(f"; {part}" for part in parts)
 
 
 def _state(difference: object) -> str:
     return "same     " if difference is None else "DIFFERENT"
 
 
-def _bank_difference(banked: BankCheck) -> list[str]:
-    found = banked.difference
-    assert found is not None
+def _bank_difference(found: BankDifference) -> list[str]:
     lines = [f"  READY {found.seq}: {found.recorded.group}: {found.why}", "  decided from:"]
     lines += [f"    {fact}" for fact in found.inputs]
     return [*lines, *_both(found.recorded, found.replayed)]
@@ -122,21 +138,26 @@ def _json(message: Message) -> str:
     return msgspec.json.encode(message).decode()
 
 
-def as_json(banked: BankCheck, admitted: AdmissionCheck, seconds: float) -> dict[str, Any]:
+def as_json(found: Verified, seconds: float) -> dict[str, Any]:
     """The same for programs."""
-    bank, gates = banked.difference, admitted.difference
+    bank, gates = found.bank.difference, found.admission.difference
     return {
-        "same": bank is None and gates is None,
+        "same": found.same,
+        "whole": found.whole,
         "seconds": seconds,
+        "gone": found.gone,
         "bank": {
-            "groups": banked.groups,
-            "unchecked": banked.unchecked,
+            "groups": found.bank.groups,
+            "lost": found.bank.lost,
+            "outside": found.bank.outside,
+            "unfinished": found.bank.unfinished,
             "difference": None if bank is None else {"ready_seq": bank.seq, "group": bank.recorded.group, "why": bank.why},
         },
         "admission": {
-            "entries": admitted.entries,
-            "settings": [msgspec.to_builtins(item) | {"hash": item.hash()} for item in admitted.settings],
-            "unknown_settings": list(admitted.unknown_settings),
+            "entries": found.admission.entries,
+            "settings": [msgspec.to_builtins(item) | {"hash": item.hash()} for item in found.admission.settings],
+            "unknown_settings": list(found.admission.unknown_settings),
+            "trusted": [{"ledger_seq": seq, "why": why} for seq, why in found.admission.trusted],
             "difference": None
             if gates is None
             else {
@@ -144,7 +165,7 @@ def as_json(banked: BankCheck, admitted: AdmissionCheck, seconds: float) -> dict
                 "why": gates.why,
                 "recorded": msgspec.to_builtins(gates.recorded),
                 "replayed": None if gates.replayed is None else msgspec.to_builtins(gates.replayed),
-                "inputs": [{"at": place, "message": msgspec.to_builtins(message)} for place, message in admitted.inputs],
+                "inputs": [{"at": place, "message": msgspec.to_builtins(message)} for place, message in found.admission.inputs],
             },
         },
     }

@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import heapq
+import math
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import get_args
 
 from rich.console import Console
 
@@ -23,7 +25,8 @@ from admission import recorded
 from admission.explain_command import clock
 from admission.life import content_of
 from admission.slim import Slim
-from schemas.ledger import BatchEntry
+from schemas.attempts import AttemptReason
+from schemas.ledger import AbandonReason, BatchEntry, QuarantineReason
 from schemas.message import Message
 from schemas.table import Role, Stream
 from services.bus import Bus
@@ -32,10 +35,12 @@ from services.items import BusError
 from services.provision import provision
 from services.recording import RECORDED, Form, Record
 from services.recording_reader import RecordingReader
+from services.replay_arguments import nearest
 
-EXIT_OK = 0
+EXIT_OK, EXIT_NOT_MET = 0, 1  # a breakpoint of which nothing was found
 _NEXT = 3  # messages shown of what comes after a breakpoint
 BREAKS = ("group", "step", "reason", "stream")
+REASONS = tuple(dict.fromkeys([*map(str, QuarantineReason), *map(str, AbandonReason), *get_args(AttemptReason)]))
 Told = tuple[Stream, Record]
 
 
@@ -72,8 +77,25 @@ def breaks_of(words: list[str]) -> list[Break]:
         what, _, value = word.partition("=")
         if what not in BREAKS or not value:
             raise ConfigError(f"--break {word}: write one of group=g00000042, step=7, reason=stale, stream=LEDGER")
+        if what == "step" and not value.isdecimal():
+            raise ConfigError(f"--break {word}: a step is a number, as in step=7")
+        for kind, known in (("reason", REASONS), ("stream", tuple(map(str, RECORDED)))):
+            if what == kind and value not in known:
+                raise ConfigError(f"--break {word}: {value!r} is {nearest(value, known)}")
         found.append(Break(what, value))
     return found
+
+
+def streams_of(text: str | None) -> tuple[Stream, ...]:
+    """The streams of `--streams`, all by default. Raises `ConfigError` naming the one that is none."""
+    known = tuple(map(str, RECORDED))
+    words = [word.strip() for word in text.split(",") if word.strip()] if text is not None else known
+    for word in words:
+        if word not in known:
+            raise ConfigError(f"--streams {text}: {word!r} is {nearest(word, known)}")
+    if not words:
+        raise ConfigError(f"--streams: names no stream; give some of {', '.join(known)}")
+    return tuple(stream for stream in RECORDED if str(stream) in words)
 
 
 def in_time(reader: RecordingReader, streams: tuple[Stream, ...]) -> Iterator[Told]:
@@ -103,6 +125,7 @@ class Walk:
     published: int = 0
     without_body: int = 0
     elsewhere: int = 0  # on another sequence than recorded
+    met: set[Break] = field(default_factory=set)
 
     async def run(self) -> bool:
         """To the end, or to the first breakpoint at which `go_on` says no; true when it reached the end."""
@@ -134,7 +157,9 @@ class Walk:
 
     def _why(self, told: Told) -> str:
         content = content_of(*told)
-        return next((why for point in self.breaks if (why := point.hit(*told, content))), "")
+        hits = {point: why for point in self.breaks if (why := point.hit(*told, content))}
+        self.met.update(hits)
+        return next(iter(hits.values()), "")
 
     def _show(self, why: str, told: Told, ahead: Iterable[Told]) -> None:
         self.say(f"stopped at {clock(told[1].time_ns)}: {why}")
@@ -145,11 +170,9 @@ class Walk:
 def run_republish(reader: RecordingReader, options: argparse.Namespace) -> int:
     """Carry `--into` and `--break` out; gives the exit code. Raises `BusError` for a server with a run of this name."""
     breaks = breaks_of(options.breaks)
-    if options.speed < 0:
-        raise ConfigError(f"--speed {options.speed:g}: must not be negative; 0: as fast as it goes")
-    streams = tuple(stream for stream in RECORDED if not options.streams or str(stream) in options.streams.split(","))
-    if not streams:
-        raise ConfigError(f"--streams {options.streams}: none of {', '.join(RECORDED)}")
+    if not 0 <= options.speed < math.inf:
+        raise ConfigError(f"--speed {options.speed:g}: give a number from 0 on; 0: as fast as it goes")
+    streams = streams_of(options.streams)
     console = Console(highlight=False, markup=False, emoji=False)
 
     def say(line: str) -> None:
@@ -164,7 +187,10 @@ def run_republish(reader: RecordingReader, options: argparse.Namespace) -> int:
     walk = Walk(reader, streams, breaks, options.speed, say, go_on)
     ended = asyncio.run(_run(walk, options))
     say(f"{'the end' if ended else 'ended at a breakpoint'}: {walk.published} messages published{_left(walk)}")
-    return EXIT_OK
+    missed = [f"{point.what}={point.value}" for point in breaks if ended and point not in walk.met]
+    if missed:
+        say(f"no message has {', '.join(missed)}")
+    return EXIT_NOT_MET if missed else EXIT_OK
 
 
 async def _run(walk: Walk, options: argparse.Namespace) -> bool:

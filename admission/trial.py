@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, get_args, get_origin
 
 from admission import recorded
 from admission.what_if import Trial
+from admission.what_if_turns import IN_FLIGHT, InFlight, mode_of
 from services.config import Config, ConfigError, check
 from services.recording_reader import RecordingReader
 
 GATES = ("admission.max_lag", "admission.versions", "admission.zero_variance", "admission.min_rewards")
-TRIABLE = (*GATES, "admission.groups_per_batch", "window.max_groups", "trainer.demand_ahead")
+IN_FLIGHT_NAME = "in_flight"
+TRIABLE = (*GATES, "admission.groups_per_batch", "window.max_groups", "trainer.demand_ahead", IN_FLIGHT_NAME)
 
 
 def trial_of(config: Config) -> Trial:
@@ -23,16 +26,23 @@ def trial_of(config: Config) -> Trial:
         groups_per_batch=config.admission.groups_per_batch,
         window=config.window.max_groups,
         demand_ahead=config.trainer.demand_ahead,
+        in_flight=mode_of(config.param_sync.mode) or "continue",
     )
 
 
-def changed(reader: RecordingReader, words: Sequence[str]) -> Config:
-    """The recorded configuration with other values. Raises `ConfigError` naming the nearest setting or value."""
+def tried(reader: RecordingReader, words: Sequence[str]) -> Trial:
+    """The recorded settings with other values. Raises `ConfigError` naming the nearest setting or value."""
     tree = recorded.config_tree(reader)
+    mode: InFlight | None = None
     for word in words:
         _refuse(word)
-        _put(tree, word)
-    return check(tree)
+        name, _, text = word.partition("=")
+        if name.strip() == IN_FLIGHT_NAME:
+            mode = mode_of(_plain(text))
+        else:
+            _put(tree, word)
+    found = trial_of(check(tree))
+    return found if mode is None else replace(found, in_flight=mode)
 
 
 def swept(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
@@ -57,8 +67,8 @@ def _refuse(word: str) -> None:
         hint = f"did you mean {nearest[0]}?" if nearest else f"one of {', '.join(TRIABLE)}"
         known = " is a setting, but not one that a replay can try" if _is_setting(name) else ": unknown setting"
         raise ConfigError(f"{name}{known}; {hint}")
-    allowed = _values(name)
-    value = text.strip().strip('"')
+    allowed = [*IN_FLIGHT, "continue_keep", "continue_recompute"] if name == IN_FLIGHT_NAME else _values(name)
+    value = _plain(text)
     if allowed and value not in allowed:
         nearest = difflib.get_close_matches(value, allowed, n=1, cutoff=0.0)
         raise ConfigError(f"{name}: {value!r} is none of {', '.join(allowed)}; did you mean {nearest[0]}?")
@@ -80,10 +90,14 @@ def _values(name: str) -> list[str]:
     return [str(value) for value in get_args(annotation)] if get_origin(annotation) is Literal else []
 
 
+def _plain(text: str) -> str:
+    return text.strip().strip("\"'")
+
+
 def _put(tree: dict[str, Any], word: str) -> None:
     """Put one value in; the configuration checks its type and bounds."""
     name, _, text = word.partition("=")
     section, _, field = name.strip().partition(".")
-    value = text.strip().strip('"')
+    value = _plain(text)
     number = value.removeprefix("-").isdecimal()
     tree[section] = {**tree.get(section, {}), field: int(value) if number else value}

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,9 +16,11 @@ from admission import recorded
 from admission.explain_command import table
 from admission.run_times import Measured, measure
 from admission.sweep_plot import plot
-from admission.trial import changed, swept, trial_of
+from admission.trial import swept, trial_of, tried
 from admission.what_if import Outcome, Trial, over_recorded_groups, simulate
+from admission.what_if_strata import Stratum
 from services.recording_reader import RecordingReader
+from services.replay_arguments import write_out
 
 EXIT_OK = 0
 MODELLED = "(modelled)"
@@ -28,25 +29,25 @@ MODELLED = "(modelled)"
 def run_what_if(reader: RecordingReader, options: argparse.Namespace) -> int:
     """Try settings; gives the exit code. Raises `ConfigError` for an unknown setting or value."""
     combinations = swept(options.sweep)
-    configs = [changed(reader, [*options.set, *more]) for more in combinations] or [changed(reader, options.set)]
+    trials = [tried(reader, [*options.set, *more]) for more in combinations] or [tried(reader, options.set)]
     found = measure(reader)
     lines = headline(reader, found)
     if options.sweep:
-        rows = [(more, simulate(found.times, trial_of(config))) for more, config in zip(combinations, configs, strict=True)]
+        rows = [(more, simulate(found.times, trial)) for more, trial in zip(combinations, trials, strict=True)]
         lines += sweep_lines(found, rows)
         result: dict[str, Any] = {"recorded": figures(found.outcome, modelled=False)}
         result["sweep"] = [{"set": list(more), **figures(outcome, modelled=True)} for more, outcome in rows]
-        svg = Path(options.svg or f"{options.file}.svg")
-        svg.write_text(plot([(", ".join(more), outcome) for more, outcome in rows], found.outcome), encoding="utf-8")
+        svg = options.svg or f"{options.file}.svg"
+        write_out("--svg", svg, plot([(", ".join(more), outcome) for more, outcome in rows], found.outcome))
         lines.append(f"plot: {svg}")
     else:
-        lines_of, result = compared(found, trial_of(recorded.run_config(reader)), trial_of(configs[0]))
+        lines_of, result = compared(found, trial_of(recorded.run_config(reader)), trials[0])
         lines += lines_of
     console = Console(highlight=False, markup=False, emoji=False)
     for line in lines:
         console.print(line, soft_wrap=True)
     if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_out("--json", options.json, json.dumps(result, indent=1) + "\n")
     return EXIT_OK
 
 
@@ -60,25 +61,25 @@ def headline(reader: RecordingReader, found: Measured) -> list[str]:
     ]
 
 
-def compared(found: Measured, was: Trial, tried: Trial) -> tuple[list[str], dict[str, Any]]:
+def compared(found: Measured, was: Trial, trial: Trial) -> tuple[list[str], dict[str, Any]]:
     """The recorded run, the model of it (how far off the model is), and the model of what is tried."""
-    again, other = simulate(found.times, was), simulate(found.times, tried)
+    again, other = simulate(found.times, was), simulate(found.times, trial)
     shown = [("recorded", found.outcome, False), ("model of the recorded", again, True), ("tried", other, True)]
     rows = [
         {"figure": label, **{name: _with_word(text, modelled) for name, text, modelled in _column(shown, label)}}
         for label in _FIGURES
     ]
     lines = ["", *table(rows)]
-    for title, pick in (("turned away, by reason and family", _turned_away), ("trained, by family", _mix), ("lags", _lags)):
+    for title, pick in (("turned away, by reason and stratum", _turned_away), ("trained, by stratum", _mix), ("lags", _lags)):
         keys = sorted({key for _, outcome, _ in shown for key in pick(outcome)})
         rows = [{title: key, **{n: _with_word(str(pick(o).get(key, 0)), m) for n, o, m in shown}} for key in keys]
         lines += ["", *(table(rows) if rows else [f"  {title}: none"])]
-    lags, turned_away = over_recorded_groups(found.times, found.decided_at, tried.gates)
+    lags, turned_away = over_recorded_groups(found.times, found.decided, trial.gates, found.lost)
     lines += ["", "the gates that are tried, over the recorded groups as they were (exact):"]
     lines.append(f"  pass {sum(lags.values())}, lags {_histogram(lags)}; turned away {_reasons(turned_away)}")
     result = {name: figures(outcome, modelled=modelled) for name, outcome, modelled in shown}
     exact = {"lags": _numbers(lags), "turned_away": _named(turned_away), "modelled": False}
-    settings = {"recorded": _settings(was), "tried": _settings(tried)}
+    settings = {"recorded": _settings(was), "tried": _settings(trial)}
     return lines, {**result, "gates_over_recorded_groups": exact, "settings": settings}
 
 
@@ -103,11 +104,11 @@ def _with_word(text: str, modelled: bool) -> str:
 
 
 def _turned_away(outcome: Outcome) -> dict[str, int]:
-    return {f"{reason}, {family}": n for (reason, family), n in outcome.turned_away.items()}
+    return {f"{reason}: {stratum}": n for (reason, stratum), n in outcome.turned_away.items()}
 
 
 def _mix(outcome: Outcome) -> dict[str, int]:
-    return dict(outcome.mix)
+    return {str(stratum): n for stratum, n in outcome.mix.items()}
 
 
 def _lags(outcome: Outcome) -> dict[str, int]:
@@ -118,16 +119,20 @@ def _histogram(lags: Counter[int]) -> str:
     return ", ".join(f"{lag}: {n}" for lag, n in sorted(lags.items())) or "none"
 
 
-def _reasons(turned_away: Counter[tuple[str, str]]) -> str:
-    return ", ".join(f"{reason} of {family} {n}" for (reason, family), n in sorted(turned_away.items())) or "none"
+def _reasons(turned_away: Counter[tuple[str, Stratum]]) -> str:
+    return "; ".join(f"{reason} {n} of {stratum}" for (reason, stratum), n in sorted(turned_away.items())) or "none"
 
 
 def _numbers(lags: Counter[int]) -> dict[str, int]:
     return {str(lag): n for lag, n in sorted(lags.items())}
 
 
-def _named(turned_away: Counter[tuple[str, str]]) -> list[dict[str, Any]]:
-    return [{"reason": reason, "family": family, "groups": n} for (reason, family), n in sorted(turned_away.items())]
+def _named(turned_away: Counter[tuple[str, Stratum]]) -> list[dict[str, Any]]:
+    return [{"reason": reason, **_stratum(of), "groups": n} for (reason, of), n in sorted(turned_away.items())]
+
+
+def _stratum(of: Stratum) -> dict[str, Any]:
+    return {"family": of.family, "length": of.length, "reward": of.reward}
 
 
 def _settings(trial: Trial) -> dict[str, Any]:
@@ -145,7 +150,7 @@ def figures(outcome: Outcome, *, modelled: bool) -> dict[str, Any]:
         "lags": _numbers(outcome.lags),
         "lag_mean": outcome.mean_lag(),
         "turned_away": _named(outcome.turned_away),
-        "trained_by_family": dict(outcome.mix),
+        "trained": [{**_stratum(of), "groups": n} for of, n in sorted(outcome.mix.items())],
         "leased_by_family": dict(outcome.leased),
         "trainer_idle": outcome.idle,
     }

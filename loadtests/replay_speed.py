@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from schemas.trajectory import SamplingConfig, VersionSpan
 from services.config import check, to_toml
 from services.recording import RECORDED, Form, Manifest, Part, Record
 from services.recording_items import items_of
+from services.recording_reader import RecordingReader
 from services.recording_writer import RecordingWriter
 
 RUN, PER_BATCH, MAX_LAG, TURNS = "generated", 8, 2, 3
@@ -243,39 +243,40 @@ def _subject(entry: LedgerEntry) -> str:
 
 
 def timed(*words: str) -> tuple[float, float, int]:
-    """Run the command: wall seconds, processor seconds, peak bytes so far of any child. Exits where the command fails."""
-    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "services.cli", *words], capture_output=True, text=True, check=False)
-    wall_s, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise SystemExit(
-            f"headrace {' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
-    print(done.stdout[-400:] if words[0] == "replay" else "\n".join(done.stdout.splitlines()[:2]))
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return wall_s, used, after.ru_maxrss * 1024
+    """Run a module: wall seconds, processor seconds, and the process's own peak bytes. Exits where it fails."""
+    begun = time.monotonic()
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen([sys.executable, "-m", *words], stdout=out, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(process.pid, 0)
+        wall_s = time.monotonic() - begun
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        said = out.read()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(words)} ended with {process.returncode}:\n{said[-4000:]}")
+    print(said[-400:] if "replay" in words else "\n".join(said.splitlines()[:2]), flush=True)
+    return wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
 
 
 def measure(folder: Path, groups: int, siblings: int) -> dict[str, float | bool]:
-    """Generate, verify, explain. Seconds and bytes."""
+    """Generate, verify, explain, each in a process of its own. Seconds and bytes."""
     path = folder / "generated.hrrec"
-    run = GeneratedRun(groups, siblings)
-    begun = time.monotonic()
-    run.make()
-    records = run.write(path)
-    result: dict[str, float | bool] = {"generated": True, "groups": groups, "siblings": siblings, "records": records}
-    result["generate_s"] = time.monotonic() - begun
+    words = ("--groups", str(groups), "--siblings", str(siblings), "--write", str(path))
+    result: dict[str, float | bool] = {"generated": True, "groups": groups, "siblings": siblings}
+    result["generate_s"], *_ = timed("loadtests.replay_speed", *words)
+    with RecordingReader(path) as reader:
+        result["records"] = sum(reader.count(stream) for stream in RECORDED)
     result["file_bytes"] = path.stat().st_size
     result["bytes_per_trajectory"] = path.stat().st_size / (groups * siblings)
     middle = group_id("train", groups // 2)
-    run.records.clear()
-    for name, words in (
+    for name, asked in (
         ("explain_group", ("explain", "group", middle, "--recording", str(path))),
         ("explain_token", ("explain", "token", f"{middle}/1@50", "--recording", str(path))),
         ("explain_step", ("explain", "step", str(groups // 4 // PER_BATCH), "--recording", str(path))),
         ("verify", ("replay", str(path), "--verify")),
     ):
-        result[f"{name}_s"], result[f"{name}_cpu_s"], result["peak_bytes"] = timed(*words)
+        figures = timed("services.cli", *asked)
+        result[f"{name}_s"], result[f"{name}_cpu_s"], result[f"{name}_peak_bytes"] = figures
     result["load_average"] = os.getloadavg()[0]
     return result
 
@@ -286,7 +287,13 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=100_000)
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", type=Path, help="only generate the recording, and write it here")
     options = parser.parse_args()
+    if options.write:
+        run = GeneratedRun(options.groups, options.siblings)
+        run.make()
+        print(f"{run.write(options.write)} records")
+        return
     with tempfile.TemporaryDirectory(prefix="headrace-replay-") as folder:
         result = measure(Path(folder), options.groups, options.siblings)
     print(json.dumps(result))

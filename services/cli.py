@@ -22,7 +22,7 @@ from services.logs import start_logging
 from services.nats_server import ServerError
 from services.recording import RecordingError
 from services.registry import SERVE, load_serve
-from services.replay_arguments import explain_arguments, record_arguments, replay_arguments
+from services.replay_arguments import explain_arguments, quarantine_arguments, record_arguments, replay_arguments
 from services.run_folder import RunFolderError, is_in_use, url_file
 
 EXIT_OK, EXIT_FAILED, EXIT_USER_ERROR, EXIT_HARD = 0, 1, 2, 130
@@ -102,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     record_arguments(_command(commands, "record", _record, "write a run's streams to one portable file"))
     replay_arguments(_command(commands, "replay", _replay, "decide a recording again, as it was or with other settings"))
     explain_arguments(_command(commands, "explain", _explain, "show the life of a group, trajectory, step or token"))
+    quarantine_arguments(_command(commands, "quarantine", _quarantine, "show the groups that were turned away whole, and why"))
 
     watch = _command(commands, "watch", _watch, "show the progress of a run on an existing NATS, and write its metrics")
     watch.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started")
@@ -266,6 +267,13 @@ def _explain(options: argparse.Namespace) -> int:
     _quiet_logs()
     config = None if options.recording else _existing(options)
     run: Callable[..., int] = importlib.import_module("admission.explain_command").run_explain
+    return run(options, config, _folder(options), importlib.import_module("trainer.credit").advantages)
+
+
+def _quarantine(options: argparse.Namespace) -> int:
+    _quiet_logs()
+    config = None if options.recording else _existing(options)
+    run: Callable[..., int] = importlib.import_module("admission.quarantine_command").run_quarantine
     return run(options, config, _folder(options))
 
 

@@ -20,6 +20,9 @@ def version_name(version: int) -> str:
     return f"version:{version}"
 
 
+LATER_INCARNATIONS = "later incarnations"  # the commits of all but the first: where the line of versions forks
+
+
 def items_of(stream: Stream, name: str, message: Message | None) -> list[str]:
     """The groups, steps and versions that a message tells of; `name` is its subject below `hr.<run>.`.
 
@@ -38,7 +41,8 @@ def items_of(stream: Stream, name: str, message: Message | None) -> list[str]:
         case BatchDemand():
             return [step_name(message.step)]
         case StepCommit():
-            return [step_name(message.step), version_name(message.version)]
+            fork = [LATER_INCARNATIONS] if message.incarnation else []
+            return [step_name(message.step), version_name(message.version), *fork]
         case WeightsManifest() | ApplyOrder() | EngineState():
             return [version_name(message.version)]
         case FleetVersions():

@@ -73,6 +73,19 @@ class RecordingReader:
                 if record.seq >= first:
                     yield record
 
+    def last(self, stream: Stream) -> int:
+        """The last sequence of one stream that is recorded; 0: none is."""
+        return int(self._lasts[self._streams == RECORDED.index(stream)].max(initial=0))
+
+    def at(self, stream: Stream, sequences: Iterable[int]) -> Iterator[Record]:
+        """One stream's records at these sequences, as far as they are recorded; only the blocks that hold them are read."""
+        wanted = np.unique(np.fromiter(sequences, dtype=np.int64))
+        for number in np.flatnonzero(self._streams == RECORDED.index(stream)):
+            low, high = np.searchsorted(wanted, [self._firsts[number], self._lasts[number] + 1])
+            if low < high:
+                asked = set(wanted[low:high].tolist())
+                yield from (record for record in self._block(int(number)) if record.seq in asked)
+
     def about(self, names: Iterable[str], streams: Iterable[Stream] = RECORDED) -> Iterator[tuple[Stream, Record]]:
         """The records of every block that tells of one of the items; the caller picks among them."""
         wanted = {RECORDED.index(stream) for stream in streams}

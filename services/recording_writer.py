@@ -4,7 +4,8 @@ all: until the end it has another name."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -72,14 +73,21 @@ class RecordingWriter:
         self._pending_keys: set[int] = set()
 
     def __enter__(self) -> Self:
-        try:
+        if self.path.is_dir():
+            raise RecordingError(f"{self.path}: cannot be written: it is a folder; give a file, e.g. {self.path / 'run.hrrec'}")
+        with self._writing():
             self._out = self._aside.open("wb")
-        except OSError as error:
-            raise RecordingError(f"{self.path}: cannot be written: {error.strerror}") from error
-        self._out.write(FILE_HEAD.pack(MAGIC, FORMAT_VERSION, 0))
-        write_block(self._out, 0, Kind.MANIFEST, msgspec.msgpack.encode(self._manifest))
+            self._out.write(FILE_HEAD.pack(MAGIC, FORMAT_VERSION, 0))
+            write_block(self._out, 0, Kind.MANIFEST, msgspec.msgpack.encode(self._manifest))
         self._blocks = 1
         return self
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RecordingError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def add(self, stream: Stream, record: Record, keys: Iterable[str]) -> None:
         """Append one record; `keys` name the items that it tells of. A stream's records come in its order."""
@@ -97,16 +105,17 @@ class RecordingWriter:
         if not self._pending or self._out is None or self._stream is None:
             return
         first, last = self._pending[0], self._pending[-1]
-        head = write_block(
-            self._out,
-            self._blocks,
-            Kind.RECORDS,
-            msgspec.msgpack.encode(self._pending),
-            stream=self._stream,
-            records=len(self._pending),
-            seqs=(first.seq, last.seq),
-            first_ns=first.time_ns,
-        )
+        with self._writing():
+            head = write_block(
+                self._out,
+                self._blocks,
+                Kind.RECORDS,
+                msgspec.msgpack.encode(self._pending),
+                stream=self._stream,
+                records=len(self._pending),
+                seqs=(first.seq, last.seq),
+                first_ns=first.time_ns,
+            )
         self._rows.append((head.offset, RECORDED.index(self._stream), first.seq, last.seq, first.time_ns, len(self._pending)))
         self._keys.append(np.fromiter(self._pending_keys, dtype=np.uint64, count=len(self._pending_keys)))
         self._blocks += 1
@@ -119,16 +128,21 @@ class RecordingWriter:
         try:
             if error is None:
                 self._flush()
-                offset = out.tell()
-                write_block(out, self._blocks, Kind.INDEX, msgspec.msgpack.encode(_index(self._rows, self._keys)))
-                out.write(TRAILER.pack(offset, END_MAGIC))
-                out.flush()
-                os.fsync(out.fileno())
-                out.close()
-                os.replace(self._aside, self.path)
+                with self._writing():
+                    self._end(out)
         finally:
-            out.close()
+            with suppress(OSError):  # what a full disk refused is being thrown away
+                out.close()
             self._aside.unlink(missing_ok=True)
+
+    def _end(self, out: BinaryIO) -> None:
+        offset = out.tell()
+        write_block(out, self._blocks, Kind.INDEX, msgspec.msgpack.encode(_index(self._rows, self._keys)))
+        out.write(TRAILER.pack(offset, END_MAGIC))
+        out.flush()
+        os.fsync(out.fileno())
+        out.close()
+        os.replace(self._aside, self.path)
 
 
 def _index(rows: list[tuple[int, int, int, int, int, int]], keys: list[npt.NDArray[np.uint64]]) -> Index:

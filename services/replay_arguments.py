@@ -1,8 +1,29 @@
-"""The command lines of `headrace record`, `replay` and `explain`."""
+"""The command lines of `headrace record`, `replay`, `explain` and `quarantine`."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.config import ConfigError
+
+
+def write_out(option: str, path: str, text: str) -> None:
+    """Write what a command was asked to write. Raises `ConfigError` naming the option where that cannot be."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: cannot be written: {error.strerror}; give a file in a folder that is there"
+        ) from error
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """What to write instead of a word that is none of those that are known."""
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"none of {', '.join(known)}" + (f"; did you mean {found[0]}?" if found else "")
 
 
 def record_arguments(command: argparse.ArgumentParser) -> None:
@@ -53,3 +74,14 @@ def explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started, ended ones included")
     command.add_argument("--json", metavar="OUT", help="write it here as JSON; -: to the terminal, instead of the text")
     command.add_argument("--html", metavar="OUT", help="write one page with a timeline here as well")
+
+
+def quarantine_arguments(command: argparse.ArgumentParser) -> None:
+    """`headrace quarantine`."""
+    command.add_argument("action", choices=("list", "show"), help="list all, or show one with its trajectories")
+    command.add_argument("group", nargs="?", metavar="GROUP", help="the group to show, e.g. g00000042")
+    command.add_argument("--reason", metavar="REASON", help="list those of this reason alone, e.g. stale")
+    command.add_argument("--family", metavar="FAMILY", help="list those of this task family alone")
+    command.add_argument("--recording", metavar="FILE", help="look in this recording instead of a run")
+    command.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started, ended ones included")
+    command.add_argument("--json", metavar="OUT", help="write the result here as well")

@@ -22,7 +22,7 @@ from schemas.table import Role, Stream
 from schemas.termination import Termination
 from services.bus import Bus
 from services.config import Config, check
-from services.recorder import Range
+from services.recorded_range import Range
 from services.recording import Record
 from services.recording_items import items_of
 from services.recording_reader import RecordingReader

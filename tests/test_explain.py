@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,13 +16,13 @@ from admission_stage import make_episode, make_lease, make_verdict
 from recorded_run import configuration, finished, recording_of
 
 from admission import recorded
-from admission.explain import Unexplained, explain, question
+from admission.explain import explain, question
 from admission.explain_page import page
-from admission.life import Life
+from admission.life import Life, Unexplained
 from admission.slim import slim
 from schemas.actions import Finish, ToolCall
 from schemas.arrays import Array
-from schemas.attempts import AttemptOpened, GroupClaim, GroupRelease
+from schemas.attempts import AttemptOpened, AttemptPlayed, GroupClaim, GroupRelease
 from schemas.codec import digest, encode
 from schemas.ledger import AbandonEntry, BatchEntry, QuarantineEntry
 from schemas.message import Message
@@ -163,6 +164,22 @@ def test_holders_turns_and_waits_are_told() -> None:
     )
 
 
+def test_a_holder_that_comes_back_and_the_last_command_are_told() -> None:
+    """A rollouter that was killed takes its group up again; what the last command did stands behind its turn."""
+    told = Told()
+    again = GroupClaim(run="t", group="g00000042", number=2, rollouter="r1", at_ns=0, delivery="$JS.ACK.x")
+    told.add(Stream.TURNS, "turn.g00000042.claim.2.taken", again)
+    told.turn(2, "e0", (VersionSpan(0, 1, 4),), ToolCall(name="shell", arguments={}), None)
+    played = AttemptPlayed(run="t", group="g00000042", slot=0, attempt=0, last=TurnEffect(lane="command", exit_code=7))
+    told.add(Stream.TURNS, "turn.g00000042.0.0.played", played)
+    sealed = msgspec.structs.replace(told.episode, sealed_ns=told.at + 9_000_000_000)
+    told.records = [(s, r) for s, r in told.records if not r.name.startswith("episode.")]
+    told.add(Stream.EPISODES, "episode.g00000042.0", sealed)
+    said = [f"{event.lane}: {event.what}" for event in told.ask("group", "g00000042").events]
+    assert "holder: is taken up again (claim 2) by rollouter r1, which had lost it" in said
+    assert "slot 0: turn 2: command in x0, lane command, exit 7" in said
+
+
 @pytest.mark.parametrize(
     ("position", "answer"),
     [
@@ -208,7 +225,8 @@ def test_the_page_shows_its_timeline_in_a_browser(tmp_path: Path) -> None:
     """Laid out by a real browser: every lane has its row, and bars are where their times say."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed, so no page can be looked at")
+        assert not os.environ.get("REQUIRE_BROWSER"), "no browser is installed, and none may be missing; run `setup.sh browser`"
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed, so no page can be looked at; run `setup.sh browser`")
     life = Told().ask("group", "g00000042")
     probe = (
         "<script>document.title = JSON.stringify({rows: document.querySelectorAll('svg text').length - 6,"
@@ -218,7 +236,14 @@ def test_the_page_shows_its_timeline_in_a_browser(tmp_path: Path) -> None:
     )
     (tmp_path / "page.html").write_text(page(life).replace("</body>", probe + "</body>"), encoding="utf-8")
     shot = tmp_path / "page.png"
-    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    words = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
     target = (tmp_path / "page.html").as_uri()
     done = subprocess.run([*words, "--dump-dom", target], capture_output=True, text=True, timeout=120, check=True)
     title = done.stdout.split("<title>")[1].split("</title>")[0].replace("&quot;", '"')
@@ -239,4 +264,6 @@ def test_the_page_needs_nothing_else() -> None:
     written = page(life)
     assert "<script>" not in written
     assert "http" not in written
+    life.facts["groups"] = [{"group": "<b>g1</b>", "lag": 0}, {"group": "g2", "lag": None}]
+    assert "<tr><td>&lt;b&gt;g1&lt;/b&gt;</td><td>0</td></tr><tr><td>g2</td><td>none</td></tr>" in page(life)
     assert written.count("<rect") == sum(event.until_ns > event.at_ns for event in life.events)

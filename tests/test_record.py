@@ -20,7 +20,7 @@ from schemas.ledger import BatchEntry
 from schemas.message import SCHEMA_VERSION
 from schemas.table import Role, Stream
 from services.cli import main
-from services.recorder import Range, RangeError
+from services.recorded_range import Range, RangeError
 from services.recording import FILE_HEAD, RECORDED, Form, Manifest, Part, Record, RecordingError
 from services.recording_reader import RecordingReader
 from services.recording_writer import RecordingWriter

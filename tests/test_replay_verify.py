@@ -10,11 +10,11 @@ import pytest
 from recorded_run import STEPS, configuration, finished, recording_of, rewritten
 
 from admission import recorded
-from admission.verify import verify_admission, verify_bank
+from admission.verify import verify
 from schemas.ledger import AbandonEntry, BatchEntry, QuarantineEntry
 from schemas.table import Stream
 from services.cli import main
-from services.recorder import Range
+from services.recorded_range import Range
 from services.recording_reader import RecordingReader
 
 pytestmark = pytest.mark.timeout(240)
@@ -31,20 +31,21 @@ async def test_recorded_decisions_come_out_again_and_an_altered_one_is_named(
         part = await recording_of(config, tmp_path / "part", asked=Range(from_step=1))
     for file in (path, whole):
         with RecordingReader(file) as reader:
-            banked, admitted = verify_bank(reader), verify_admission(reader)
+            found = verify(reader)
             entries = recorded.ledger(reader)
-            assert banked.difference is None
-            assert admitted.difference is None
-            assert banked.groups == reader.count(Stream.READY)
-            assert admitted.entries == len(entries)
+            assert found.same
+            assert found.whole
+            assert found.bank.groups == reader.count(Stream.READY)
+            assert found.admission.entries == len(entries)
             kinds = {type(entry) for _, entry in entries}
             assert kinds == {BatchEntry, QuarantineEntry, AbandonEntry}, "the test wants every kind of decision"
             assert sum(isinstance(e, BatchEntry) for _, e in entries) == STEPS
     with RecordingReader(part) as reader:
-        banked = verify_bank(reader)
-        assert banked.difference is None
-        assert banked.unchecked
-        assert verify_admission(reader).difference is None
+        found = verify(reader)
+        assert found.same
+        assert found.bank.outside
+        assert not found.bank.lost
+        assert not found.admission.trusted, "the decisions of a range need nothing outside of it"
     assert main(["replay", str(path), "--verify"]) == 0
     assert "every recorded decision comes out again, bit for bit" in capsys.readouterr().out
 
@@ -76,6 +77,6 @@ async def test_settings_that_the_configuration_no_longer_says_are_found(nats_url
         other = configuration(run_name, nats_url, max_lag=7, min_rewards=2, zero_variance="skip")
         path = await recording_of(other, tmp_path / "r")
     with RecordingReader(path) as reader:
-        admitted = verify_admission(reader)
+        admitted = verify(reader).admission
     assert admitted.difference is None
     assert [(s.max_lag, s.min_rewards, s.zero_variance) for s in admitted.settings] == [(1, 1, "keep")]

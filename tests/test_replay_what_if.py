@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from admission_stage import make_ready
+from admission_stage import make_ready, with_siblings
 from recorded_run import configuration, finished, recording_of
 
 from admission import recorded
 from admission.gates import GateSettings
-from admission.what_if import GroupTimes, Outcome, RunTimes, StepTimes, Trial, over_recorded_groups, simulate
+from admission.what_if import Decided, GroupTimes, Outcome, RunTimes, StepTimes, Trial, over_recorded_groups, simulate
+from admission.what_if_strata import Stratum, stratum_of, thirds
+from admission.what_if_turns import InFlight, Play, thrown_away
 from schemas.ledger import BatchEntry
+from schemas.training import Branch
 from services.cli import main
 from services.recording_reader import RecordingReader
 
@@ -72,7 +76,7 @@ def test_what_gates_refuse_is_leased_again_and_counted() -> None:
     out = simulate(times, trial(max_lag=2, zero_variance="skip"))
     assert out.steps == 40
     assert sum(out.mix.values()) == 80
-    assert set(out.turned_away) == {("zero_variance", "files")}
+    assert {(reason, of.family, of.reward) for reason, of in out.turned_away} == {("zero_variance", "files", "high")}
     assert out.turned_away.total() == pytest.approx(80, abs=8)
 
 
@@ -85,10 +89,61 @@ def test_a_slow_publication_costs_freshness() -> None:
 
 def test_gates_over_recorded_groups_are_exact() -> None:
     times = RunTimes(groups=[GroupTimes(make_ready(n, oldest=n), 1.0) for n in range(6)])
-    decided = {f"g{n:08d}": 5 for n in range(6)}
+    decided = {f"g{n:08d}": Decided(5) for n in range(6)}
     lags, turned_away = over_recorded_groups(times, decided, GateSettings(max_lag=2, min_rewards=1))
     assert lags == Counter({0: 1, 1: 1, 2: 1})
-    assert turned_away == Counter({("stale", "files"): 3})
+    assert Counter({(r, of.family): n for (r, of), n in turned_away.items()}) == Counter({("stale", "files"): 3})
+    lags, turned_away = over_recorded_groups(times, decided, GateSettings(max_lag=9, min_rewards=1), frozenset({"g00000005"}))
+    assert lags.total() == 5
+    assert [reason for reason, _ in turned_away] == ["lost_item"], "lost whatever the gates say"
+    decided["g00000003"] = Decided(5, (Branch(1, 2),))
+    lags, turned_away = over_recorded_groups(times, decided, GateSettings(max_lag=9, min_rewards=1))
+    assert [reason for reason, _ in turned_away] == ["dead_branch"], "by the branches of its own demand"
+
+
+def test_strata_are_family_length_and_reward() -> None:
+    groups = [with_siblings(make_ready(n), 0, sampled_tokens=10 * n) for n in range(9)]
+    bounds = thirds(groups)
+    found = Counter(stratum_of(group, bounds) for group in groups)
+    assert found == Counter(
+        {Stratum("files", length, "middle"): 3 for length in ("short", "middle", "long")}  # type: ignore[arg-type]
+    )
+
+
+TURNS = ((0.0, 2.0), (3.0, 5.0), (6.0, 8.0))  # seconds of generation, one second of sandbox after each
+
+
+@pytest.mark.parametrize(
+    ("mode", "at_s", "cost_s"),
+    [
+        ("regenerate", 4.0, 1.0),  # a second into the second turn
+        ("regenerate", 2.5, 0.0),  # its command runs
+        ("restart", 4.0, 4.0),
+        ("continue", 4.0, 0.0),
+        ("finish_old", 4.0, 0.0),
+        ("restart", 9.0, 0.0),  # it has ended
+    ],
+)
+def test_what_a_change_of_weights_throws_away(mode: InFlight, at_s: float, cost_s: float) -> None:
+    assert thrown_away(TURNS, at_s, mode) == cost_s
+    play = Play(leased_s=0.0, ready_s=9.0, turns=[TURNS])
+    assert play.change(at_s, mode) == bool(cost_s)
+    assert play.end_s() == 9.0 + cost_s
+
+
+def test_in_flight_modes_trade_time_for_freshness() -> None:
+    """Restarted groups are never stale and take longest; regenerated ones have no turn of two versions."""
+    times = regular(work_s=2.5, ready_s=9.0)
+    times.groups = [GroupTimes(g.group, 9.0, (TURNS, TURNS)) for g in times.groups]
+    outs = {
+        mode: simulate(times, replace(trial(max_lag=6, window=8), in_flight=mode))
+        for mode in ("finish_old", "continue", "regenerate", "restart")
+    }
+    assert outs["continue"].seconds == outs["finish_old"].seconds
+    assert outs["regenerate"].seconds > outs["continue"].seconds
+    assert outs["restart"].mean_lag() < outs["regenerate"].mean_lag()
+    mixed = simulate(times, replace(trial(max_lag=6, window=8, versions="homogeneous"), in_flight="restart"))
+    assert not mixed.turned_away, "what is begun anew with each version has one"
 
 
 def test_an_empty_outcome_has_figures() -> None:
