@@ -16,6 +16,7 @@ from services.items import BusError, IntegrityError, Item, StreamState, headers_
 BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _NO_MESSAGE = 10037
 _TRIES = 12
+_UNAVAILABLE = 503
 
 
 class ServerApi:
@@ -41,7 +42,10 @@ class ServerApi:
         for attempt in range(_TRIES):
             try:
                 message = await self.client.request(f"$JS.API.{api}", payload, timeout=timeout_s)
-                return dict(json.loads(message.data))
+                reply = dict(json.loads(message.data))
+                if not _is_between_leaders(reply) or attempt == _TRIES - 1 or time.monotonic() - begun_s > self.give_up_s:
+                    return reply
+                await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
             except (nats.errors.TimeoutError, nats.errors.NoRespondersError, nats.errors.OutboundBufferLimitError) as error:
                 if attempt == _TRIES - 1 or time.monotonic() - begun_s > self.give_up_s:
                     raise BusError(f"{api}: no answer from the server ({error!r})") from error
@@ -103,6 +107,11 @@ class ServerApi:
         """The stream that a subject of this run belongs to, by its first words."""
         head = subject.removeprefix(self.subjects.prefix).split(".", 1)[0]
         return _STREAM_BY_HEAD[head]
+
+
+def _is_between_leaders(reply: dict[str, Any]) -> bool:
+    """Whether a cluster says that it has no leader for this just now, as during an election; it has one in a moment."""
+    return bool(reply.get("error", {}).get("code") == _UNAVAILABLE)
 
 
 _STREAM_BY_HEAD = {

@@ -251,7 +251,7 @@ async def test_a_stranger_cannot_join_the_cluster(three: ClusterOfThree) -> None
 
 def test_up_starts_a_cluster_and_survives_the_death_of_each_server(tmp_path: Path) -> None:
     stack = Stack(tmp_path)
-    stack.start(18, 0.5, "nats.nodes=3")
+    stack.start(24, 1.0, "nats.nodes=3")
     try:
         wait_until(lambda: len(stack.steps()) >= 2, within_s=150)
         for label in ("nats-server-1", "nats-server-2", "nats-server-3"):
@@ -262,8 +262,8 @@ def test_up_starts_a_cluster_and_survives_the_death_of_each_server(tmp_path: Pat
         processes = stack.processes()
         code, output = stack.end(within_s=240)
         assert code == 0, output
-        assert stack.steps() == list(range(18))
-        assert "54 leased = 36 consumed + 18 quarantined" in output
+        assert stack.steps() == list(range(24))
+        assert "72 leased = 48 consumed + 24 quarantined" in output
         gone(processes)
         url = (stack.folder / "nats" / "url").read_text().strip()
         assert len(url.split(",")) == 3
