@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import json
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -101,8 +102,33 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--attempts", type=int, metavar="N", help="attempts on each split")
     evaluate.add_argument("--json", metavar="OUT", help="write the result here as well")
 
+    _add_patch(commands)
+
     _command(commands, "sft", _sft, "train the example's warm start on demonstrations")
     return top
+
+
+def _add_patch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "make, apply or read a weight patch between two checkpoint files"
+    patch = commands.add_parser("patch", help=text, description=text[0].upper() + text[1:] + ".")
+    actions = patch.add_subparsers(required=True, metavar="ACTION")
+    diff = actions.add_parser("diff", help="write the patch that makes NEW of OLD")
+    diff.add_argument("old", metavar="OLD", help="checkpoint (safetensors)")
+    diff.add_argument("new", metavar="NEW", help="checkpoint (safetensors)")
+    diff.add_argument("--level", type=int, default=1, choices=(1, 2), help="2: a quarter smaller, half as slow again")
+    apply = actions.add_parser("apply", help="write the checkpoint that a patch makes of OLD")
+    apply.add_argument("old", metavar="OLD", help="checkpoint (safetensors)")
+    apply.add_argument("patch", metavar="PATCH")
+    inspect = actions.add_parser("inspect", help="say what a patch changes, and check its sums")
+    inspect.add_argument("patch", metavar="PATCH")
+    for action in (diff, apply):
+        action.add_argument(
+            "-o", "--out", required=True, metavar="OUT", help="file to write; whole and verified, or not at all"
+        )
+        action.add_argument("--workers", type=int, default=1, metavar="N", help="threads")
+    for name, action in (("diff", diff), ("apply", apply), ("inspect", inspect)):
+        action.add_argument("--json", action="store_true", help="print the report as JSON")
+        action.set_defaults(command=_patch, action=name)
 
 
 def _command(
@@ -222,6 +248,29 @@ def _eval(options: argparse.Namespace) -> int:
     from services.evaluation import evaluate
 
     return asyncio.run(evaluate(_config(options), options.attempts, Path(options.json) if options.json else None))
+
+
+def _patch(options: argparse.Namespace) -> int:
+    from param_sync.patch.errors import PatchError
+    from services import checkpoint_patch as files
+
+    try:
+        if options.action == "diff":
+            paths = Path(options.old), Path(options.new), Path(options.out)
+            report = files.diff(*paths, level=options.level, workers=options.workers)
+        elif options.action == "apply":
+            report = files.apply(Path(options.old), Path(options.patch), Path(options.out), workers=options.workers)
+        else:
+            report = files.describe(Path(options.patch))
+    except (files.CheckpointError, PatchError) as error:
+        raise UsageError(str(error)) from error
+    if options.json:
+        print(json.dumps(report, indent=2))
+    elif options.action == "apply":
+        print(f"{report['out']}: {report['tensors']} tensors, {report['changed']} of them changed, state {report['digest']}")
+    else:
+        print("\n".join(files.lines(report)))
+    return EXIT_OK
 
 
 def _sft(options: argparse.Namespace) -> int:

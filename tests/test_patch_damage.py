@@ -208,6 +208,6 @@ def test_limits_are_the_receivers_choice() -> None:
 
 
 def test_unknown_formats_and_levels_are_named() -> None:
-    assert "format 1 at level 2 is unknown" in str(refused(sealed(fields(), PATCH[BODY:], level=2), Corrupt))
+    assert "format 1 at level 3 is unknown" in str(refused(sealed(fields(), PATCH[BODY:], level=3), Corrupt))
     assert "not a weights file" in str(refused(b"safetensors?" * 9, Corrupt))
     assert "do not add up" in str(refused(sealed(fields(), PATCH[BODY:], body_bytes=2**60), Corrupt))

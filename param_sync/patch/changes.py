@@ -28,18 +28,19 @@ def _kernels() -> ModuleType:
     return kernels
 
 
-def _wide(words: U16) -> U16:
-    """The same words at an address that allows 64-bit reads."""
-    return words if words.ctypes.data % 8 == 0 else words.copy()
-
-
-def positions_of(old: Words, new: Words) -> U32:
-    """Ascending positions of the words that differ."""
+def find(old: Words, new: Words) -> tuple[U32, Words, Words]:
+    """(ascending positions, old words, new words) [k] of the elements that differ."""
     if old.dtype.itemsize != 2 or old.size < COMPILED_FROM:
-        return np.flatnonzero(old != new).astype(np.uint32)
-    k, a, b = _kernels(), _wide(old), _wide(new)
-    positions = np.empty(old.size, np.uint32)
-    return positions[: k.scan(k.words4(a), k.words4(b), a, b, positions)].copy()
+        positions = np.flatnonzero(old != new).astype(np.uint32)
+        return positions, old[positions], new[positions]
+    from param_sync.patch import vectors
+
+    for room in (old.size // 8 + 64, old.size):
+        positions, olds, news = np.empty(room, np.uint32), np.empty(room, np.uint16), np.empty(room, np.uint16)
+        k = vectors.scan(old, new, positions, olds, news)
+        if k >= 0:
+            break
+    return positions[:k], olds[:k], news[:k]
 
 
 def encode_gaps(positions: U32, elements: int) -> tuple[int, U8, bytes | U8, U32]:
@@ -66,30 +67,41 @@ def decode_gaps(symbols: U8, planes: U8, escapes: U32, shift: int, elements: int
     return positions
 
 
-def encode_steps(old: U16, new: U16, positions: U32) -> tuple[bytes | U8, U8, U16]:
-    """(sign bits, magnitudes, escapes) of the changed elements."""
-    if old.size < COMPILED_FROM:
-        return steps.encode(old[positions], new[positions])
-    signs = np.zeros((len(positions) + 7) // 8, np.uint8)
-    magnitudes, escapes = np.empty(len(positions), np.uint8), np.empty(len(positions), np.uint16)
-    return signs, magnitudes, escapes[: _kernels().encode_steps(old, new, positions, signs, magnitudes, escapes)]
+def encode_steps(olds: U16, news: U16, elements: int) -> tuple[bytes | U8, U8, U16]:
+    """(sign bits, magnitudes, escapes) of the changed ones among `elements`."""
+    if elements < COMPILED_FROM:
+        return steps.encode(olds, news)
+    signs = np.zeros((len(olds) + 7) // 8, np.uint8)
+    magnitudes, escapes = np.empty(len(olds), np.uint8), np.empty(len(olds), np.uint16)
+    return signs, magnitudes, escapes[: _kernels().encode_steps(olds, news, signs, magnitudes, escapes)]
 
 
-def decode_steps(old: U16, positions: U32, signs: U8, magnitudes: U8, escapes: U16) -> U16:
-    """The new words at `positions`, which are in range. Raises `Corrupt` when the streams disagree."""
-    if old.size < COMPILED_FROM:
-        return steps.decode(old[positions], signs, magnitudes, escapes)
+def decode_steps(olds: U16, signs: U8, magnitudes: U8, escapes: U16, elements: int) -> U16:
+    """The new words from the old ones [k]. Raises `Corrupt` when the streams disagree."""
+    if elements < COMPILED_FROM:
+        return steps.decode(olds, signs, magnitudes, escapes)
     if len(escapes) and int(escapes.max()) > steps.LARGEST:
         raise Corrupt(f"a step of {int(escapes.max()) + 1} is longer than the line")
-    values = np.empty(len(positions), np.uint16)
-    if _kernels().decode_steps(old, positions, signs, magnitudes, escapes, values):
+    values = np.empty(len(olds), np.uint16)
+    if _kernels().decode_steps(olds, signs, magnitudes, escapes, values):
         raise Corrupt(f"the escaped steps and the list of {len(escapes)} disagree")
     return values
 
 
-def scatter(words: Words, positions: U32, values: Words) -> None:
-    """`words[positions] = values`, in place; positions are in range."""
+def gather(words: Words, positions: U32) -> Words:
+    """`words[positions]`; positions are in range."""
     if words.dtype.itemsize != 2 or words.size < COMPILED_FROM:
+        return words[positions]
+    values = np.empty(len(positions), np.uint16)
+    _kernels().gather(positions, words, values)
+    return values
+
+
+def exchange(words: Words, positions: U32, values: Words) -> None:
+    """Swap `words[positions]` and `values` in place; the same call once more undoes it. Positions are in range, each once."""
+    if words.dtype.itemsize != 2 or words.size < COMPILED_FROM:
+        before = words[positions]
         words[positions] = values
+        values[:] = before
     else:
-        _kernels().scatter(positions, values, words)
+        _kernels().exchange(positions, values, words)

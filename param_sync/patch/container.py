@@ -10,12 +10,11 @@ import msgspec
 import xxhash
 
 from param_sync.patch.errors import Corrupt, PatchError, Truncated
+from param_sync.patch.frame import LEVELS
 from param_sync.patch.tensor import TensorEntry, TensorPatch
 
 MAGIC = b"HRWEIGHT"
 FORMAT_VERSION = 1
-LEVEL = 1
-"""1: gaps and steps under zstd. Higher levels (positions ranked by the old exponent, static rANS) have numbers of their own."""
 MAX_HEADER_BYTES = 256 * 2**20
 
 _HEAD = struct.Struct("<8sHHIQ")  # magic, format version, level, header bytes, body bytes
@@ -89,7 +88,8 @@ def assemble(
         removed=gone,
     )
     coded = msgspec.msgpack.encode(header)
-    head = _HEAD.pack(MAGIC, FORMAT_VERSION, LEVEL, len(coded), sum(len(part.body) for part in tensors))
+    level = max((part.level for part in tensors), default=1)
+    head = _HEAD.pack(MAGIC, FORMAT_VERSION, level, len(coded), sum(len(part.body) for part in tensors))
     return Encoded(header, (head, xxhash.xxh3_128_digest(head + coded), coded, *(part.body for part in tensors)))
 
 
@@ -104,8 +104,8 @@ def decode_header(buffer: bytes | bytearray | memoryview, *, partial: bool = Fal
     magic, version, level, header_bytes, body_bytes = _HEAD.unpack_from(view)
     if magic != MAGIC:
         raise Corrupt(f"not a weights file: it begins with {bytes(magic)!r}", offset=0)
-    if (version, level) != (FORMAT_VERSION, LEVEL):
-        known = f"this reader knows {FORMAT_VERSION} at level {LEVEL}"
+    if version != FORMAT_VERSION or level not in LEVELS:
+        known = f"this reader knows {FORMAT_VERSION} at levels {', '.join(map(str, LEVELS))}"
         raise Corrupt(f"format {version} at level {level} is unknown; {known}", offset=8)
     if header_bytes > MAX_HEADER_BYTES:
         raise Corrupt(f"a header of {header_bytes} bytes exceeds the limit of {MAX_HEADER_BYTES}", offset=12)

@@ -1,7 +1,7 @@
 """A frame: the new words of one segment of one tensor, decodable alone given the segment's old words.
 
-Layout in docs/patch-format.md. Three forms: the changed elements (sparse), or every element, absolute or as XOR, when most of
-the segment changed beyond recognition. A frame carries a checksum, so damage is found before anything is decoded.
+Layout in docs/patch-format.md. The changed elements (sparse), or every element, absolute or as XOR, when most of the segment
+changed beyond recognition. A frame carries a checksum, so damage is found before anything is decoded.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from param_sync.patch import changes, gaps, planes, streams
-from param_sync.patch.bits import WORDS, Words
+from param_sync.patch import changes, gaps, planes, ranked, streams
+from param_sync.patch.bits import WORDS, Words, is_float
 from param_sync.patch.errors import Corrupt, PatchError, Truncated
 
-ABSOLUTE, XOR, SPARSE_XOR, SPARSE_STEPS = 0, 1, 2, 3
+ABSOLUTE, XOR, SPARSE_XOR, SPARSE_STEPS, RANKED_STEPS = 0, 1, 2, 3, 4
+LEVELS = (1, 2)
+"""1: gaps and steps under zstd. 2: also form 4, ranks and steps under a range coder."""
+RANKED_FROM = 1024
+"""Changes in a segment from which form 4 is tried: its tables take a few hundred bytes."""
 SEGMENT_ELEMENTS = 1 << 22
 """Elements the encoder puts into one frame: bounds scratch memory, and frames may be decoded in parallel."""
 MAX_SEGMENT_ELEMENTS = 1 << 24
@@ -41,13 +45,15 @@ class Frame:
     """(stored bytes, compressed?, raw bytes) each."""
 
 
-def _raw_bytes(form: int, width: int, shift: int, elements: int, changed: int, escapes: tuple[int, int]) -> list[int]:
-    """The raw length of every stream of a frame, in order."""
+def _raw_bytes(form: int, width: int, shift: int, elements: int, changed: int, escapes: tuple[int, int]) -> list[int | None]:
+    """The raw length of every stream of a frame, in order; None where the stream itself says it."""
     if form in (ABSOLUTE, XOR):
         return [elements] * width
+    if form == RANKED_STEPS:
+        return [None, None, None, 4 * escapes[0], 2 * escapes[1]]
     bits = gaps.plane_bytes(changed)
     positions = [changed, shift * bits, 4 * escapes[0]]
-    return positions + ([bits, changed, 2 * escapes[1]] if form == SPARSE_STEPS else [changed] * width)
+    return [*positions, *([bits, changed, 2 * escapes[1]] if form == SPARSE_STEPS else [changed] * width)]
 
 
 def _build(
@@ -61,7 +67,7 @@ def _build(
     escapes: tuple[int, int],
     raw: list[bytes],
 ) -> bytes:
-    packed = [streams.pack(r) for r in raw]
+    packed = [(r, False) if form == RANKED_STEPS else streams.pack(r) for r in raw]
     table = struct.pack(f"<{len(packed)}I", *(len(p) | (_COMPRESSED if z else 0) for p, z in packed))
     size = _HEAD.size + len(table) + sum(len(p) for p, _ in packed) + _SUM_BYTES
     head = _HEAD.pack(form, width, turn, shift, size, start, elements, changed, *escapes)
@@ -74,27 +80,49 @@ def encode_absolute(new: Words, start: int, turn: bool) -> bytes:
     return _build(ABSOLUTE, new.dtype.itemsize, turn, 0, start, new.size, new.size, (0, 0), planes.split(new, turn))
 
 
-def encode_changes(old: Words, new: Words, start: int, is_float: bool) -> bytes:
+def encode_changes(old: Words, new: Words, start: int, dtype: str, level: int = 1) -> bytes:
     """The smallest frame found that takes `old` to `new`, the segment from element `start`; empty when nothing changed."""
     if old.dtype != new.dtype or old.shape != new.shape:
         raise PatchError(f"segments differ in form: {old.dtype}{old.shape} and {new.dtype}{new.shape}")
-    positions = changes.positions_of(old, new)
+    positions, olds, news = changes.find(old, new)
     if not len(positions):
         return b""
+    if level < 2 or dtype not in ranked.EXPONENT_SHIFT or len(positions) < RANKED_FROM:
+        return _encode_gaps(old, new, positions, olds, news, start, dtype)
+    coded = ranked.encode(old, positions, olds, news, ranked.EXPONENT_SHIFT[dtype])
+    far, long, k = coded.long_gaps, coded.long_steps, len(positions)
+    frame = _build(RANKED_STEPS, 2, False, 0, start, old.size, k, (far, long), list(coded.streams))
+    if 16 * (far + long) <= k and k >= 16 * RANKED_FROM:
+        return frame
+    return min(frame, _encode_gaps(old, new, positions, olds, news, start, dtype), key=len)
+
+
+def _encode_gaps(old: Words, new: Words, positions: changes.U32, olds: Words, news: Words, start: int, dtype: str) -> bytes:
+    """The smallest frame of forms 0 to 3."""
     width, k = old.dtype.itemsize, len(positions)
     shift, symbols, low, far = changes.encode_gaps(positions, old.size)
     where = [symbols.tobytes(), bytes(low), far.tobytes()]
-    if width == 2 and is_float:
-        signs, magnitudes, long = changes.encode_steps(old, new, positions)
+    if width == 2 and is_float(dtype):
+        signs, magnitudes, long = changes.encode_steps(olds, news, old.size)
         if 8 * len(long) <= k:
             what = [bytes(signs), magnitudes.tobytes(), long.tobytes()]
             return _build(SPARSE_STEPS, width, False, shift, start, old.size, k, (len(far), len(long)), where + what)
-    xor = planes.split(old[positions] ^ new[positions], False)
+    xor = planes.split(olds ^ news, False)
     sparse = _build(SPARSE_XOR, width, False, shift, start, old.size, k, (len(far), 0), where + xor)
     if 2 * len(sparse) < old.nbytes:
         return sparse
     dense = _build(XOR, width, False, 0, start, old.size, k, (0, 0), planes.split(old ^ new, False))
-    return min(sparse, dense, encode_absolute(new, start, is_float), key=len)
+    return min(sparse, dense, encode_absolute(new, start, is_float(dtype)), key=len)
+
+
+def level_of(body: bytes) -> int:
+    """The level that a reader of these frames must know. The frames are ours: nothing is checked."""
+    at = 0
+    while at < len(body):
+        if body[at] == RANKED_STEPS:
+            return 2
+        at += frame_bytes(memoryview(body)[at:])
+    return 1
 
 
 def parse(body: memoryview) -> Frame:
@@ -109,7 +137,8 @@ def parse(body: memoryview) -> Frame:
         raise Truncated(f"a frame of {size} bytes does not fit into the {len(body)} that are left")
     if xxhash.xxh3_64_digest(body[: size - _SUM_BYTES]) != body[size - _SUM_BYTES : size]:
         raise Corrupt("a frame's checksum does not match")
-    if form > SPARSE_STEPS or width not in WORDS or turn > 1 or shift > gaps.MAX_SHIFT or (form == SPARSE_STEPS and width != 2):
+    steps_only = form in (SPARSE_STEPS, RANKED_STEPS)
+    if form > RANKED_STEPS or width not in WORDS or turn > 1 or shift > gaps.MAX_SHIFT or (steps_only and width != 2):
         raise Corrupt(f"no such frame: form {form}, {width} bytes wide, turn {turn}, shift {shift}")
     if not 0 < changed <= elements <= MAX_SEGMENT_ELEMENTS or far > changed or long > changed:
         raise Corrupt(f"{changed} of {elements} elements with {far} and {long} escapes cannot be")
@@ -121,11 +150,13 @@ def parse(body: memoryview) -> Frame:
         stored = word & ~_COMPRESSED
         if stored > size - _SUM_BYTES - at:
             raise Corrupt(f"a stream of {stored} bytes runs past its frame")
-        table.append((body[at : at + stored], bool(word & _COMPRESSED), raw_bytes))
+        table.append((body[at : at + stored], bool(word & _COMPRESSED), stored if raw_bytes is None else raw_bytes))
         at += stored
     if at != size - _SUM_BYTES:
         raise Corrupt(f"a frame has {size - _SUM_BYTES - at} bytes that belong to no stream")
     for stream in table:
+        if form == RANKED_STEPS and stream[1]:
+            raise Corrupt("streams of form 4 are stored as they are")
         streams.check(*stream)
     return Frame(form, width, bool(turn), shift, start, elements, changed, tuple(table))
 
@@ -145,12 +176,16 @@ def decode_dense(frame: Frame, old: Words | None) -> Words:
     return words ^ old
 
 
-def decode_sparse(frame: Frame, old: Words) -> tuple[changes.U32, Words]:
-    """(positions in the segment, ascending; new words) of the changed elements. Raises `Corrupt`."""
+def decode_sparse(frame: Frame, old: Words, *, ordered: bool = True) -> tuple[changes.U32, Words]:
+    """(positions in the segment, each once; new words) of the changed elements, ascending if `ordered`. Raises `Corrupt`."""
+    if frame.form == RANKED_STEPS:
+        found = ranked.decode([stored for stored, _, _ in frame.streams], old, frame.changed)
+        return ranked.in_order(*found) if ordered else found
     raw = [streams.unpack(*s) for s in frame.streams]
     symbols, low = np.frombuffer(raw[0], np.uint8), np.frombuffer(raw[1], np.uint8)
     positions = changes.decode_gaps(symbols, low, np.frombuffer(raw[2], "<u4"), frame.shift, frame.elements)
+    olds = changes.gather(old, positions)
     if frame.form == SPARSE_XOR:
-        return positions, old[positions] ^ planes.join(raw[3:], frame.changed, False)
+        return positions, olds ^ planes.join(raw[3:], frame.changed, False)
     signs, magnitudes = np.frombuffer(raw[3], np.uint8), np.frombuffer(raw[4], np.uint8)
-    return positions, changes.decode_steps(old, positions, signs, magnitudes, np.frombuffer(raw[5], "<u2"))
+    return positions, changes.decode_steps(olds, signs, magnitudes, np.frombuffer(raw[5], "<u2"), frame.elements)

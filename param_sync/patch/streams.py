@@ -6,6 +6,8 @@ magnitudes), which have skewed symbols and few repeats: smaller than the default
 
 from __future__ import annotations
 
+import threading
+
 import zstandard
 
 from param_sync.patch.errors import Corrupt
@@ -18,11 +20,22 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 )
 
 
+class _Workspaces(threading.local):
+    """Compressor and decompressor of a thread: they may not be shared, and making them costs as much as a small stream."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_own = _Workspaces()
+
+
 def pack(raw: bytes) -> tuple[bytes, bool]:
     """The stream as it travels, and whether it is compressed. Never longer than `raw`."""
     if len(raw) < _SMALLEST:
         return raw, False
-    packed = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(raw)
+    packed = _own.compressor.compress(raw)
     return (packed, True) if len(packed) < len(raw) else (raw, False)
 
 
@@ -48,7 +61,7 @@ def unpack(stored: memoryview, compressed: bool, raw_bytes: int) -> bytes | memo
     if not compressed:
         return stored
     try:
-        raw = zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
+        raw = _own.decompressor.decompress(stored, max_output_size=raw_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Corrupt(f"a compressed stream does not decode: {error}") from error
     if len(raw) != raw_bytes:
