@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 
@@ -193,8 +194,9 @@ def plan_collection(
 
     Kept: for every receiver its cheapest chain to what it was ordered to and on to `latest`, and its chain from an anchor
     should its own weights be lost; the chain of a late joiner; the chain of every `pinned` version; and the newest
-    `keep_anchors` anchors of the current incarnation, each with its chain to `latest`, so that one corrupt anchor is not the
-    end. Nothing newer than `latest` is touched. While some wanted version has no chain from an anchor, nothing is dropped.
+    `keep_anchors` anchors of the current incarnation, each with its chain to `latest`, by single versions as well as by merged
+    patches, so that one corrupt file is not the end. Nothing newer than `latest` is touched. While some wanted version has no
+    chain from an anchor, nothing is dropped.
     """
     keep = {m.name for m in manifests if m.target > latest}
     wanted: list[tuple[Weights | None, Weights]] = [(None, latest), *((None, weights) for weights in pinned)]
@@ -211,4 +213,8 @@ def plan_collection(
         except BrokenChain:
             if held is None:
                 return Retention(tuple(sorted(m.name for m in manifests)), ())
+    merged = {m.name for m in manifests if m.base is not None and m.target.version > m.base.version + 1}
+    for anchor in newest:
+        with suppress(BrokenChain):
+            keep |= {m.name for m in plan_chain(manifests, latest, anchor.target, without=merged)}
     return Retention(tuple(sorted(keep)), tuple(sorted(m.name for m in manifests if m.name not in keep)))

@@ -9,11 +9,12 @@ import structlog
 
 from param_sync import rollout_plan as plan
 from param_sync.chain import BrokenChain, Need, Weights
+from param_sync.patch.errors import PatchError
 from param_sync.published import Published, weights_of
 from schemas.policy import ApplyOrder, EngineState, FleetVersions
 from schemas.table import Stream
 from schemas.training import StepCommit
-from services.bus import Item
+from services.bus import IntegrityError, Item
 from services.consume import events, fold
 from services.dead_letters import pass_over
 from services.ownership import Ownership, owned
@@ -24,6 +25,8 @@ from services.tracing import span
 log = structlog.get_logger()
 _GONE_AFTER_S = 15.0
 _LOOK_AGAIN_S = 5.0
+_NAMED_WAIT_S = 600.0
+_COLLECT_EVERY = 10  # versions
 _ANCHOR_AFTER = 2  # failures of an engine in a row: from what it held, then from an anchor that was there
 
 
@@ -32,8 +35,9 @@ async def serve(context: ServiceContext) -> None:
 
     Consumes: `train.step.<s>` and the engines' heartbeats. Produces: `policy.staged.<v>` and `policy.anchor.<v>` (once each,
     after the digest was reproduced here), `policy.apply.<engine>`, `policy.active`; removes objects that nobody needs any more.
-    Waits for: the ownership, by its holder's name; an engine that misses its deadline is named and passed over. On error: a
-    patch that does not give the announced digest stops the service, since nothing may be published from it. On stop: the roll
+    Waits for: the ownership, by its holder's name; an engine that misses its deadline is named and passed over. On error: from
+    a patch that does not give the announced digest nothing is published; the trainer is asked for an anchor
+    (`policy.wanted.anchor`), and publication goes on from there. On stop: the roll
     stays where it is; whoever starts next continues from the engines' states.
     """
     async with owned(context) as ownership:
@@ -91,15 +95,21 @@ class Synchronizer:
             self._changed.set()
 
     async def _stage(self, commit: StepCommit) -> None:
-        await self._chain.stage(commit)
+        try:
+            await self._chain.stage(commit)
+        except (PatchError, IntegrityError) as error:
+            with self._context.health.waiting(
+                f"an anchor beyond version {commit.version}", "trainer", _NAMED_WAIT_S, "asks again"
+            ):
+                await self._chain.stage_from_anchor(commit, error, self._context.stop)
         anchored = await self._chain.publish_due_anchor()
         self._fleet = plan.published(self._fleet, weights_of(self._chain.newest))
-        self._context.health.set("version", commit.version)
-        self._context.health.set("incarnation", commit.incarnation)
+        self._context.health.set("version", self._chain.newest.version)
+        self._context.health.set("incarnation", self._chain.newest.incarnation)
         self._context.health.set("patch_bytes", commit.patch_bytes)
-        if anchored:
-            needs = [Need(engine.held, engine.ordered) for engine in self._fleet.engines.values()]
-            self._context.health.count("links_collected", await self._chain.collect(needs))
+        if anchored or self._chain.newest.version % _COLLECT_EVERY == 0:
+            needs = {name: Need(engine.held, engine.ordered) for name, engine in self._fleet.engines.items()}
+            self._context.health.count("links_collected", await self._chain.collect(needs, merged_alone=not anchored))
 
     # -- the fleet -----------------------------------------------------------------------------------------------------------
 
@@ -155,11 +165,14 @@ class Synchronizer:
             held = None if order.from_anchor else engine.held
             failed_before = engine.failures >= _ANCHOR_AFTER
             links = (
-                await self._chain.anchor_instead(order.target, held) if failed_before else self._chain.way(order.target, held)
+                await self._chain.anchor_instead(order.target, held)
+                if failed_before
+                else await self._chain.shortest(order.target, held)
             )
         except BrokenChain as error:
             log.error("no way to the target", engine=order.engine, error=str(error))
             return
+        self._chain.ordered(order.engine, links)
         await self._ownership.confirm()
         self._order_count += 1
         settings = self._context.config.param_sync

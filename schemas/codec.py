@@ -25,7 +25,7 @@ from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, BatchEntry, QuarantineEntry
 from schemas.message import SCHEMA_VERSION, Message
 from schemas.ownership import Owner
-from schemas.policy import ApplyOrder, EngineState, FleetVersions, PolicyManifest, WeightsManifest
+from schemas.policy import AnchorWanted, ApplyOrder, EngineState, FleetVersions, PolicyManifest, WeightsManifest
 from schemas.sandbox import SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
 from schemas.training import BatchDemand, EvalResult, StepCommit
 from schemas.trajectory import Episode, TurnRecord, Verdict
@@ -67,6 +67,7 @@ AnyMessage = (
     | EvalResult
     | WeightsManifest
     | ApplyOrder
+    | AnchorWanted
     | EngineState
     | FleetVersions
     | PolicyManifest

@@ -2,7 +2,7 @@
 
 `policy.staged.<v>` and `policy.anchor.<v>` come from param_sync (`<v>-<i>` from the trainer's incarnation `i` > 0),
 `policy.apply.<engine>` are its orders, `policy.engine.<engine>` the engines' confirmed changes, `policy.active` the fleet's
-version vector.
+version vector, `policy.wanted.anchor` its request to the trainer.
 """
 
 from __future__ import annotations
@@ -81,6 +81,19 @@ class FleetVersions(Message, frozen=True, kw_only=True, tag="fleet"):
     engines: dict[str, int]
     oldest: int  # among engines in rotation; -1: none
     newest: int
+
+
+class AnchorWanted(Message, frozen=True, kw_only=True, tag="anchor_wanted"):
+    """param_sync cannot reproduce a committed version: the trainer stores an anchor of its present weights.
+
+    The answer is the object `anchor-<incarnation>-<version>-<digest>`, of this version or a newer one. Repeated until it is
+    there.
+    """
+
+    run: str
+    version: int
+    incarnation: int
+    reason: str = ""
 
 
 class PolicyManifest(Message, frozen=True, kw_only=True, tag="policy_manifest"):

@@ -173,6 +173,7 @@ STREAMS: tuple[StreamSpec, ...] = (
             SubjectSpec(pattern="policy.apply.*", publishers=(R.PARAM_SYNC,), once=False),
             SubjectSpec(pattern="policy.engine.*", publishers=(R.ENGINE,), once=False),
             SubjectSpec(pattern="policy.active", publishers=(R.PARAM_SYNC,), once=False),
+            SubjectSpec(pattern="policy.wanted.*", publishers=(R.PARAM_SYNC,), once=False),
         ),
         readers=(R.PARAM_SYNC, R.ENGINE, R.ROLLOUTER, R.SAMPLER, R.TRAINER, R.OBSERVER),
         share=0.02,
@@ -343,6 +344,9 @@ class Subjects:
 
     def active(self) -> str:
         return f"{self.prefix}policy.active"
+
+    def wanted(self) -> str:
+        return f"{self.prefix}policy.wanted.anchor"
 
     def engine_heartbeat(self, engine: str) -> str:
         return f"{self.prefix}reg.engine.{check_token('engine', engine)}"

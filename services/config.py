@@ -203,11 +203,22 @@ class ParamSync(_Section):
         "continue_keep", description="In-flight generations"
     )
     max_unavailable: int = Field(1, ge=1, description="Engines that may leave service at a time")
-    anchor_every: int = Field(20, ge=1, description="Versions between full snapshots")
+    anchor_every: int = Field(100, ge=1, description="Most versions between full snapshots, which weigh some 200 patches each")
+    anchor_ratio: float = Field(
+        1.0, gt=0, description="A full snapshot also once the patches since the last weigh more than this multiple of it"
+    )
+    merge_versions: int = Field(
+        8,
+        ge=0,
+        description="An engine that is behind by 2 to this many versions gets one merged patch if it is smaller; 0: never",
+    )
     keep_anchors: int = Field(
         3,
         ge=0,
         description="Full snapshots kept with all patches after them; what no engine needs of the older is removed; 0: all",
+    )
+    patch_level: Literal[0, 1, 2] = Field(
+        0, description="Level of the patches; 2 is a quarter smaller, and compiled at first use; 0: by the model's size"
     )
     apply_timeout_s: float = Field(120.0, gt=0, description="Bound on one engine's change before it is named and passed over")
 

@@ -158,6 +158,13 @@ def test_collection_drops_old_files_and_keeps_two_anchors() -> None:
     assert nothing.drop == ()  # no anchor leads to the latest: whatever is there may be all there is
 
 
+def test_collection_keeps_the_single_patches_beside_a_merged_one() -> None:
+    manifests = [anchor(0), *(patch(v, v + 1) for v in range(6)), patch(1, 5, 15), patch(0, 6, 20)]
+    kept = plan_collection(manifests, w(6), [Need(w(1), w(5))])
+    assert set(kept.keep) == {"anchor-0-0", "patch-0-0-6", "patch-0-1-5", *(f"patch-0-{v}-{v + 1}" for v in range(6))}
+    assert plan_collection(manifests, w(6), [Need(w(0), w(6))]).drop == ("patch-0-1-5",)
+
+
 def test_a_new_incarnation_lets_the_old_one_go_once_nobody_needs_it() -> None:
     manifests = [*FILES, anchor(6, incarnation=1), patch(6, 7, incarnation=1)]
     assert plan_collection(manifests, w(7, 1), []).keep == ("anchor-1-6", "patch-1-6-7")

@@ -30,7 +30,7 @@ from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, AbandonReason, BatchEntry, BatchGroup, QuarantineEntry, QuarantineReason
 from schemas.message import Message
 from schemas.ownership import Owner
-from schemas.policy import ApplyOrder, EngineState, FleetVersions, PolicyManifest, WeightsManifest
+from schemas.policy import AnchorWanted, ApplyOrder, EngineState, FleetVersions, PolicyManifest, WeightsManifest
 from schemas.sandbox import SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
 from schemas.training import BatchDemand, EvalResult, ObjectRef, SplitScore
 from schemas.trajectory import Episode, SamplingConfig, StateRef, TurnEffect, TurnRecord, VersionSpan
@@ -165,6 +165,7 @@ EXAMPLES: tuple[Message, ...] = (
         deadline_ns=1,
     ),
     EngineState(run="t", engine="e0", generator="x", phase="serving", version=1, incarnation=0, digest="d1"),
+    AnchorWanted(run="t", version=3, incarnation=1, reason="its patch is damaged"),
     FleetVersions(run="t", target=1, incarnation=0, engines={"e0": 1, "e1": -1}, oldest=1, newest=1),
     PolicyManifest(
         model="m",

@@ -58,6 +58,7 @@ def configuration(folder: Path, run: str, url: str, **trainer: Any) -> Config:
             "engine": {"kind": "simulated", "names": ["e0", "e1"]},
             "admission": {"groups_per_batch": GROUPS, "max_lag": 50, "min_rewards": 1},
             "trainer": {"device": "cpu", "learning_rate": 0.01, "checkpoint_every": 2, "keep_checkpoints": 3, **trainer},
+            "param_sync": {"anchor_ratio": 1000.0},  # a step changes most of the tiny model, and weighs as much as an anchor
             "fencing": {"renew_s": 0.5, "trainer_ttl_s": 20.0, "ttl_s": 10.0, "cut_off_s": 45.0},
             "telemetry": {"heartbeat_s": 0.5},
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -48,14 +49,14 @@ class Batches:
                 self._entries[number] = item
             self._arrived.set()
 
-    async def take(self, step: int, ahead: int, last: int) -> Item | None:
+    async def take(self, step: int, ahead: int, last: int, *, unless: Callable[[], bool] = lambda: False) -> Item | None:
         """The entry for `step`, asked for if need be, as are `ahead` further ones below step `last` (0: without end).
 
-        `None` when the service is told to stop.
+        `None` when the service is told to stop, or `unless` something else is to be done first.
         """
         asked, asked_s = False, 0.0
         with self._context.health.waiting(f"batch {step}", "admission", _NAMED_WAIT_S, "keeps waiting"):
-            while not self._context.stop.is_set():
+            while not self._context.stop.is_set() and not unless():
                 if self._ledger_read and (not asked or self._may_ask_again(asked_s)):
                     for wanted in range(step, step + ahead + 1):
                         if wanted not in self._entries and (not last or wanted < last):

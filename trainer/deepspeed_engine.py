@@ -28,6 +28,7 @@ from trainer.config import TrainerConfig
 from trainer.ranks import join_ranks
 from trainer.rounded_adamw import RoundedAdamW
 from trainer.scorer import MicroBatch, TokenScorer
+from trainer.slices import Slice, cut, deal
 
 _TAG = "deepspeed"
 _GATHER_BYTES = 256 * 2**20
@@ -73,6 +74,7 @@ class ShardedModel:
             )
         self._engine.train()
         self._names = [(name.removeprefix("model."), p) for name, p in self._engine.module.named_parameters()]
+        self._parameters: dict[str, Any] = dict(self._names)
 
     def begin(self, *, last: bool) -> None:
         """Announce a micro-batch before its forward; `last`: the optimizer step follows its backward."""
@@ -110,12 +112,38 @@ class ShardedModel:
         Owners are dealt by size, so that ranks hold nearly equal bytes. At ZeRO 3 all ranks gather bounded groups of tensors
         together, in the same order, and keep their own.
         """
-        owners = _owners([(name, _numel(p)) for name, p in self._names], self.ranks)
+        owners = {part.name: part.rank for part in deal([(name, _numel(p)) for name, p in self._names], self.ranks)}
         for group in _buckets(self._names, _GATHER_BYTES):
             with self._gathered([parameter for _, parameter in group]):
                 kept = [(name, p) for name, p in group if not owned or owners[name] == self.rank]
                 mine = [(name, p.detach().to("cpu", torch.bfloat16, copy=True)) for name, p in kept]
             yield from mine
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by its checkpoint name; tied weights come once."""
+        return {name: tuple(int(n) for n in getattr(p, "ds_shape", p.shape)) for name, p in self._names}
+
+    def slices(self) -> list[Slice]:
+        """What each rank owns, of all ranks, each element once: at ZeRO 3 its partition of every tensor; at 1 and 2 its stretch
+        of the optimizer's flat buffers, with whole tensors for what is not trained; at 0 whole tensors.
+        """
+        sizes = {name: _numel(p) for name, p in self._names}
+        if self.stage == 3:
+            return [part for name, p in self._names for part in cut([(name, 0, sizes[name])], int(p.ds_tensor.ds_numel))]
+        layout = self._flat_layout() if self.stage else []
+        found = [part for tensors, partition in layout for part in cut(tensors, partition)]
+        placed = {part.name for part in found}
+        return [*found, *deal([(name, size) for name, size in sizes.items() if name not in placed], self.ranks)]
+
+    def words(self, part: Slice) -> torch.Tensor:
+        """The bfloat16 weights [elements] of a slice that this rank owns, on the CPU. No rank takes part but this one."""
+        parameter = self._parameters[part.name]
+        if self.stage == 3:
+            held = parameter.ds_tensor.narrow(0, 0, part.elements)
+        else:
+            held = parameter.detach().reshape(-1).narrow(0, part.start, part.elements)
+        weights: torch.Tensor = held.to("cpu", torch.bfloat16, copy=True)
+        return weights
 
     def save(self, folder: Path) -> None:
         """Write everything that DeepSpeed needs to continue bit for bit: one file per rank and one of the model."""
@@ -130,6 +158,20 @@ class ShardedModel:
     def close(self) -> None:
         """Free DeepSpeed's buffers and hooks; the process group stays."""
         self._engine.destroy()
+
+    def _flat_layout(self) -> list[tuple[list[tuple[str, int, int]], int]]:
+        """Each flat buffer of ZeRO 1 or 2: its tensors as (name, offset, elements), and the elements that each rank owns.
+
+        Found by address, so that no order or padding inside a buffer has to be known.
+        """
+        flats = getattr(self._optimizer, "bit16_groups_flat", None) or self._optimizer.bf16_groups_flat
+        layout = []
+        for flat in flats:
+            begin, width = flat.data_ptr(), flat.element_size()
+            places = [(name, (p.data_ptr() - begin) // width, p.numel()) for name, p in self._names]
+            inside = [place for place in places if 0 <= place[1] < flat.numel()]
+            layout.append((inside, flat.numel() // self.ranks))
+        return layout
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
         return self._deepspeed.zero.GatheredParameters(parameters, enabled=self.stage == 3)
@@ -179,17 +221,6 @@ def _deepspeed_config(config: TrainerConfig, device: Device) -> dict[str, Any]:
 def _numel(parameter: Any) -> int:
     """Elements of a parameter, also when ZeRO 3 has taken its storage away."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _owners(sizes: list[tuple[str, int]], ranks: int) -> dict[str, int]:
-    """Deal tensors out, largest first, to the rank that holds least; the same on every rank."""
-    held = [0] * ranks
-    owners: dict[str, int] = {}
-    for name, size in sorted(sizes, key=lambda item: (-item[1], item[0])):
-        rank = min(range(ranks), key=lambda index: (held[index], index))
-        held[rank] += size
-        owners[name] = rank
-    return owners
 
 
 def _buckets(names: list[tuple[str, Any]], limit_bytes: int) -> Iterator[list[tuple[str, Any]]]:

@@ -86,6 +86,11 @@ class DeepSpeedTrainer:
         for name, weights in self._model.weights(owned=owned):
             yield name, weights.view(torch.uint16).numpy()
 
+    @property
+    def shards(self) -> ShardedModel:
+        """Which rank owns which weights, and those of this rank."""
+        return self._model
+
     def save_state(self, folder: str | Path) -> None:
         """Write model, optimizer, random state and step counter; `load_state` continues bit for bit on the same machine."""
         target = Path(folder)

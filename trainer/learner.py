@@ -1,4 +1,4 @@
-"""One rank's learner: the DeepSpeed trainer between a verified snapshot before and one after, and its checkpoints."""
+"""One rank's learner: the DeepSpeed trainer between named weights before and after, what leads there, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from param_sync.patch.bits import Bits
-from param_sync.patch.snapshot import Snapshot
-from services.base_weights import snapshot_of
+from param_sync.patch.container import Encoded
 from services.config import Config
 from services.device import choose_device
+from services.engine.checkpoint_files import digest_of, tensors_of
 from trainer import checkpoint, folder_owner
 from trainer.batch import TrainRow, padding_row
 from trainer.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
 from trainer.deepspeed_trainer import DeepSpeedTrainer
 from trainer.folder_owner import FolderTaken
 from trainer.metrics import StepMetrics
+from trainer.ranks import exchange
 from trainer.schedule import Schedule, mini_batches, schedule
+from trainer.weight_shards import Name, WeightShards
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one step made: both sets of weights, proved by digest, and its numbers."""
+    """What one step made: both sets of weights, by digest, what leads to the new ones, and the step's numbers."""
 
-    old: Snapshot
-    new: Snapshot
+    old: Name
+    new: Name
+    patch: Encoded | None
+    """From `old` to `new`, on rank 0."""
+    anchor: Encoded | None = None
+    """All of `new`, on rank 0, where it begins an incarnation."""
     metrics: dict[str, float]
     tokens: int
     optimizer_steps: int
@@ -64,13 +69,17 @@ class Learner:
         self._owner = 0
         self._step = 0  # the next one
         self.overdue = False
-        base = snapshot_of(config.policy.model)
-        self.base_digest = base.digest
-        self.snapshot = self._take(0, 0)
-        if self.snapshot.digest != base.digest:
+        self._shards = WeightShards(
+            self._trainer.shards,
+            lambda outgoing: exchange(outgoing, self._trainer.device.torch_device),
+            level=config.param_sync.patch_level,
+        )
+        self.base_digest = digest_of(tensors_of(config.policy.model))
+        self.weights = Name(0, 0, self._shards.read())
+        if self.weights.digest != self.base_digest:
             raise checkpoint.CheckpointError(
-                f"policy.model: the trainer holds digest {self.snapshot.digest[:12]} after loading a checkpoint of digest "
-                f"{base.digest[:12]}; are its weights bfloat16 and its tied tensors stored once?"
+                f"policy.model: the trainer holds digest {self.weights.digest[:12]} after loading a checkpoint of digest "
+                f"{self.base_digest[:12]}; are its weights bfloat16 and its tied tensors stored once?"
             )
 
     @property
@@ -112,10 +121,10 @@ class Learner:
         self._consumed = list(record.consumed_group_ids)
         self._ledger_position = record.ledger_position
         self._step = self._saved_step = record.step + 1
-        self.snapshot = self._take(record.version, record.incarnation)
-        if self.snapshot.digest != record.digest:
+        self.weights = Name(record.version, record.incarnation, self._shards.read())
+        if self.weights.digest != record.digest:
             raise checkpoint.CheckpointError(
-                f"{folder}: its weights have digest {self.snapshot.digest[:12]}, its record says {record.digest[:12]}"
+                f"{folder}: its weights have digest {self.weights.digest[:12]}, its record says {record.digest[:12]}"
             )
         log.info("checkpoint restored", step=record.step, version=record.version, digest=record.digest[:12])
         return self._step
@@ -132,13 +141,15 @@ class Learner:
         plan = self._plan(len(groups), len(rows), lost) if groups else None
         begun = time.monotonic()
         result = self._trainer.train_batch(mini_batches(rows, plan, padding_row())) if plan is not None else None
-        old, self.snapshot = self.snapshot, self._take(step + 1, self.snapshot.incarnation)
+        old = self.weights
+        self.weights, patch = self._shards.step(old, step + 1)
         self._consumed.extend(names)
         self._ledger_position = ledger_seq
         self._step = step + 1
         return Outcome(
             old=old,
-            new=self.snapshot,
+            new=self.weights,
+            patch=patch,
             metrics=({} if result is None else _flat(result)) | {"learn_s": time.monotonic() - begun},
             tokens=0 if result is None else sum(update.tokens for update in result.updates),
             optimizer_steps=0 if plan is None else plan.optimizer_steps,
@@ -157,8 +168,12 @@ class Learner:
     def name(self, outcome: Outcome, incarnation: int) -> Outcome:
         """Put the step's weights under the incarnation that rank 0 decided on; the others' number is not looked at."""
         (decided,) = self._shared([incarnation])
-        self.snapshot = replace(self.snapshot, incarnation=decided)
-        return replace(outcome, new=self.snapshot)
+        self.weights = replace(self.weights, incarnation=decided)
+        return replace(outcome, new=self.weights, anchor=self.anchor() if decided != outcome.old.incarnation else None)
+
+    def anchor(self) -> Encoded | None:
+        """The full snapshot of the present weights, on rank 0; all ranks take part."""
+        return self._shards.anchor(self.weights)
 
     def due(self) -> bool:
         """Whether the step just taken is one to write a checkpoint after."""
@@ -166,7 +181,7 @@ class Learner:
 
     def place(self) -> str:
         """Path of the checkpoint of the last finished step."""
-        return str(self._root / checkpoint.name_of(self._step - 1, self.snapshot.incarnation))
+        return str(self._root / checkpoint.name_of(self._step - 1, self.weights.incarnation))
 
     def save(self, announcement: bytes) -> None:
         """Write the checkpoint of the last finished step, which commits step, groups, version and digest, unless it is there.
@@ -178,7 +193,7 @@ class Learner:
         if self._step == self._saved_step:
             return
         self.overdue = True
-        aside = checkpoint.aside_of(self._root, self._step - 1, self.snapshot.incarnation, owner=self._owner)
+        aside = checkpoint.aside_of(self._root, self._step - 1, self.weights.incarnation, owner=self._owner)
         try:
             self._write(aside, announcement)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
@@ -194,15 +209,15 @@ class Learner:
         last = self._step - 1
         main = self._trainer.rank == 0
         if main:
-            checkpoint.prepare(self._root, last, self.snapshot.incarnation, owner=self._owner)
+            checkpoint.prepare(self._root, last, self.weights.incarnation, owner=self._owner)
         self._barrier()
         self._trainer.save_state(aside / "state")
         if main:
             record = checkpoint.Commit(
                 step=last,
-                version=self.snapshot.version,
-                incarnation=self.snapshot.incarnation,
-                digest=self.snapshot.digest,
+                version=self.weights.version,
+                incarnation=self.weights.incarnation,
+                digest=self.weights.digest,
                 consumed_group_ids=tuple(self._consumed),
                 ledger_position=self._ledger_position,
                 config_hash=config_hash(self._config),
@@ -214,14 +229,6 @@ class Learner:
             checkpoint.prune(self._root, self._config.trainer.keep_checkpoints, owner=self._owner)
         self._barrier()
 
-    def agree(self, ready: bool) -> bool:
-        """True when every rank is ready to take the next step; otherwise all stop at the same boundary."""
-        if self._trainer.ranks == 1:
-            return ready
-        flag = torch.tensor([1 if ready else 0], device=self._trainer.device.torch_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag.item())
-
     def agree_on(self, marks: Sequence[int]) -> list[int]:
         """The highest mark that any rank gives each place, on every rank."""
         if self._trainer.ranks == 1:
@@ -232,11 +239,6 @@ class Learner:
 
     def close(self) -> None:
         self._trainer.close()
-
-    def _take(self, version: int, incarnation: int) -> Snapshot:
-        """The served weights as they stand now. All ranks take part; each gets all tensors."""
-        state = {name: Bits("bf16", bits.shape, bits) for name, bits in self._trainer.policy_bits(owned=False)}
-        return Snapshot.of(state, version=version, incarnation=incarnation)
 
     def _shared(self, numbers: list[int]) -> list[int]:
         """Rank 0's numbers, on every rank."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from param_sync.patch.codec import encode, encode_anchor
 from schemas.training import ObjectRef
 from services import blobs
 from services.bus import Bus
@@ -12,9 +11,9 @@ from trainer.learner import Outcome
 
 
 async def put_weights(bus: Bus, outcome: Outcome) -> ObjectRef:
-    """Encode and store what leads to `outcome.new`: from `outcome.old`, or from nothing where an incarnation begins."""
-    new = outcome.new
-    begins = new.incarnation != outcome.old.incarnation
-    data = await asyncio.to_thread(lambda: (encode_anchor(new) if begins else encode(outcome.old, new)).tobytes())
-    form = "anchor" if begins else "patch"
-    return await blobs.put(bus, f"{form}-{new.incarnation}-{new.version}-{new.digest[:16]}", data)
+    """Store what leads to `outcome.new`: from `outcome.old`, or from nothing where an incarnation begins. On rank 0."""
+    form, encoded = ("patch", outcome.patch) if outcome.anchor is None else ("anchor", outcome.anchor)
+    if encoded is None:
+        raise ValueError("only rank 0 holds what leads to a step's weights")
+    data = await asyncio.to_thread(encoded.tobytes)
+    return await blobs.put(bus, f"{form}-{outcome.new.incarnation}-{outcome.new.version}-{outcome.new.digest[:16]}", data)

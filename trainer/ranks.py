@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +62,22 @@ def gather_arrays(values: npt.NDArray[Any], device: str) -> npt.NDArray[Any]:
     parts = [torch.zeros(max(sizes), dtype=torch.from_numpy(padded).dtype, device=device) for _ in sizes]
     dist.all_gather(parts, torch.from_numpy(padded).to(device))
     return np.concatenate([part.cpu().numpy()[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def exchange(outgoing: Sequence[bytes | bytearray], device: str) -> list[bytes]:
+    """Send `outgoing[r]` to rank `r`, for every rank; returns what each rank sent here. All ranks take part."""
+    if len(outgoing) == 1:
+        return [bytes(outgoing[0])]
+    lengths = [len(data) for data in outgoing]
+    announced = torch.empty(len(outgoing), dtype=torch.int64, device=device)
+    dist.all_to_all_single(announced, torch.tensor(lengths, dtype=torch.int64, device=device))
+    sizes = [int(size) for size in announced.tolist()]
+    sent = torch.frombuffer(bytearray(b"".join(outgoing)) or bytearray(1), dtype=torch.uint8)[: sum(lengths)].to(device)
+    received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received, sent, sizes, lengths)
+    joined = received.cpu().numpy().tobytes()
+    ends = list(itertools.accumulate(sizes))
+    return [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def barrier() -> None:

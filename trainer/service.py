@@ -27,6 +27,7 @@ from services.pull import Damaged
 from services.runtime import ServiceContext
 from services.tracing import span
 from trainer import folder_owner
+from trainer.anchor_requests import AnchorRequests
 from trainer.batch import TrainRow
 from trainer.batches import Batches
 from trainer.checkpoint import NotWritten
@@ -56,8 +57,8 @@ async def serve(context: ServiceContext) -> None:
     published begins a new incarnation. A checkpoint that cannot be written is named, and tried again after the next step. A
     group of which the store lost an item is
     left out of its step by name, and the commit says so for ever; a step that lost all leaves the weights as they are.
-    On stop: a step that was begun is finished
-    and committed, then a checkpoint is written.
+    On `policy.wanted.anchor`: an anchor of the present weights, before the next step. On stop: a step that was begun is
+    finished and committed, then a checkpoint is written.
     """
     if rank_of(context.config)[0] != 0:
         await _train(context, None)
@@ -91,21 +92,23 @@ class TrainerService:
         self._pool = pool
         self._rank, self._ranks = rank_of(context.config)
         self._announcement = b""  # of the last step
+        self._requests = AnchorRequests(context, ownership, self._work)
 
     async def run(self, group: asyncio.TaskGroup, ended: asyncio.Event) -> None:
         stop = self._context.stop
         learner = await self._work(lambda: Learner(self._config))
         self._steps = StepLog(self._bus, learner.base_digest)
+        await self._requests.begin(learner)
         step = await self._recover(learner)
         await self._check_base(learner)
         self._context.ready()
-        log.info("trainer", rank=self._rank, ranks=self._ranks, step=step, digest=learner.snapshot.digest[:12])
-        self._batches = batches = Batches(self._context, self._ownership, self._steps.line)
-        group.create_task(batches.follow(step, ended))
+        log.info("trainer", rank=self._rank, ranks=self._ranks, step=step, digest=learner.weights.digest[:12])
+        self._batches = Batches(self._context, self._ownership, self._steps.line)
+        group.create_task(self._batches.follow(step, ended))
+        group.create_task(self._requests.follow(ended))
         while not stop.is_set() and not self._is_last(step):
             begun = time.monotonic()
-            item = await batches.take(step, self._config.trainer.demand_ahead, self._config.run.max_steps)
-            if not await self._work(partial(learner.agree, item is not None)) or item is None:
+            if (item := await self._next(learner, step)) is None:
                 break
             with span("train", item.headers, step=step):
                 await self._step(learner, item, step, waited_s=time.monotonic() - begun)
@@ -119,6 +122,17 @@ class TrainerService:
 
     def _is_last(self, step: int) -> bool:
         return self._config.run.evaluate_only or (bool(self._config.run.max_steps) and step >= self._config.run.max_steps)
+
+    async def _next(self, learner: Learner, step: int) -> Item | None:
+        """The step's batch, once every rank has it; None when a rank is told to stop."""
+        item: Item | None = None
+        while True:
+            if item is None:
+                ahead, last = self._config.trainer.demand_ahead, self._config.run.max_steps
+                item = await self._batches.take(step, ahead, last, unless=self._requests.pending)
+            stop, served = await self._requests.meet(learner, ready=item is not None)
+            if stop or not served:
+                return None if stop else item
 
     # -- recovery ------------------------------------------------------------------------------------------------------------
 
@@ -293,7 +307,7 @@ class TrainerService:
             with suppress(NotWritten):
                 await self._write(learner)
                 log.info("all steps are done", steps=step)
-                await stop.wait()
+                await self._requests.stay(learner)
                 return
             disk = f"the disk of {learner.root}"
             with self._context.health.waiting("room for the checkpoint", disk, _NAMED_WAIT_S, "tries again twice a minute"):

@@ -26,6 +26,13 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+LEVEL_2_FROM = 1 << 25
+"""Elements of a model from which level 2 is used where the configuration leaves it open."""
+
+
+def level_for(chosen: int, elements: int) -> int:
+    """The level for a model of so many elements where 0 was chosen: 2 where its compiled loops are worth compiling."""
+    return chosen or (2 if elements >= LEVEL_2_FROM else 1)
 
 
 def encode(old: Snapshot, new: Snapshot, *, workers: int = 1, level: int = 1) -> Encoded:

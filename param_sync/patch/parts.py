@@ -1,18 +1,20 @@
 """Ranks that each hold slices of tensors: every rank encodes its own, and the parts are put together by name and position.
 
-Nobody gathers the model. Whoever puts the parts together holds the old weights (as the synchronizer does) and needs memory for
-one tensor more. The patch is byte for byte the one that a single rank would have made.
+Nobody gathers the model. Whoever puts the parts of a tensor together holds its old words and needs memory for one tensor more;
+different tensors may be put together in different places (`settle`), or all in one that holds the old weights
+(`assemble_parts`). The patch is byte for byte the one that a single rank would have made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from param_sync.patch import frame
-from param_sync.patch.bits import WORDS, Words, count_of, element_bytes, is_float
+from param_sync.patch.bits import WORDS, Bits, Words, count_of, element_bytes, is_float
 from param_sync.patch.container import Encoded, assemble
 from param_sync.patch.decoding import TensorPlan, check_entry, each, frames_of
 from param_sync.patch.digest import Entry, state_digest, tensor_digest
@@ -35,6 +37,17 @@ class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     digest: bytes
     """Tensor digest of the new words of these elements."""
     frames: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A tensor whose parts were put together."""
+
+    entry: Entry
+    patch: TensorPatch | None
+    """None when it is the old tensor, bit for bit."""
+    words: Words | None
+    """The new words; None when they were let go."""
 
 
 def encode_part(
@@ -73,27 +86,33 @@ def assemble_parts(
         wrong = sorted(missing or gone & by_name.keys() or gone - base.entries.keys())[0]
         raise PatchError("each tensor of the base either has parts or is removed", tensor=wrong)
 
-    def one(name: str) -> tuple[Entry, TensorPatch | None]:
-        return _tensor(base, sorted(by_name[name], key=lambda part: part.start), level)
+    def one(name: str) -> Settled:
+        before = base.entries[name][2] if name in base.entries else b""
+        made = settle(base.tensors.get(name), before, by_name[name], level=level)
+        return Settled(made.entry, made.patch, None)
 
     made = dict(zip(by_name, each(one, by_name, workers), strict=True))
     return assemble(
-        [patch for _, patch in made.values() if patch is not None],
+        [settled.patch for settled in made.values() if settled.patch is not None],
         version=version,
         incarnation=base.incarnation,
-        digest=state_digest({name: entry for name, (entry, _) in made.items()}),
+        digest=state_digest({name: settled.entry for name, settled in made.items()}),
         base_version=base.version,
         base_digest=base.digest,
         removed=gone,
     )
 
 
-def _tensor(base: Snapshot, parts: list[Part], level: int) -> tuple[Entry, TensorPatch | None]:
-    """A tensor's new entry, and its patch if it changed."""
-    first, count, held = parts[0], count_of(parts[0].shape), base.tensors.get(parts[0].name)
+def settle(held: Bits | None, held_digest: bytes, parts: Iterable[Part], *, level: int = 1) -> Settled:
+    """One tensor out of all of its parts, in any order. `held`: the old tensor, None when it is new; it is only read.
+
+    Raises as `assemble_parts` does.
+    """
+    parts = sorted(parts, key=lambda part: part.start)
+    first, count = parts[0], count_of(parts[0].shape)
     end = 0
     for part in parts:
-        if (part.dtype, part.shape, part.is_new) != (first.dtype, first.shape, first.is_new):
+        if (part.name, part.dtype, part.shape, part.is_new) != (first.name, first.dtype, first.shape, first.is_new):
             raise PatchError("parts disagree on what they are parts of", tensor=first.name)
         if part.start != end or part.elements < 0:
             what = "are missing" if part.start > end else "come twice"
@@ -107,10 +126,11 @@ def _tensor(base: Snapshot, parts: list[Part], level: int) -> tuple[Entry, Tenso
     words, frames = _decoded(parts, old, count)
     digest = tensor_digest(words)
     entry: Entry = (first.dtype, first.shape, digest)
-    before = b"" if old is None else base.entries[first.name][2]
+    before = b"" if old is None else held_digest
     if digest == before:
-        return entry, None
-    return entry, join_slices(first.name, *entry[:2], before, digest, _recut(parts, frames, old, words, level))
+        return Settled(entry, None, words)
+    patch = join_slices(first.name, *entry[:2], before, digest, _recut(parts, frames, old, words, level))
+    return Settled(entry, patch, words)
 
 
 def _decoded(parts: list[Part], old: Words | None, count: int) -> tuple[Words, dict[int, bytes]]:
