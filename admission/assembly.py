@@ -5,6 +5,10 @@ as the wanted number is eligible they are the batch, and what lies behind them i
 the READY prefix up to the last group that it needed, and not on how much of READY had arrived when the decision was made: a
 decision made early, late or again after a crash is the same, bit for bit.
 
+With an age limit, what was leased longer ago than that before the demand, by the server's times, goes before the others, the
+oldest first, if it was ready when the demand was stored. So nothing is decided before READY is known up to the demand's time;
+what becomes ready later is not looked at unless it is needed, and the same holds as without the limit.
+
 A trainer that came back as a new incarnation asks again for the steps that have no batch, and names the branches that it left.
 Which of a step's demands was in force is the one thing that timing decides; every entry names it, and no demand older than one
 that the ledger names is used again.
@@ -17,7 +21,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from admission.background import Background
 from admission.gates import Abandon, Eligible, GateSettings, Quarantine, judge, lag_of
+from admission.turn import Turn, turn_of
 from schemas.group import ReadyGroup
 from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, BatchEntry, BatchGroup, LedgerEntry, LostItem, QuarantineEntry
@@ -41,10 +47,12 @@ class Loss:
 class Assembly:
     """The fold over TASKS, READY, TRAIN and LEDGER. They may arrive in any relative order, and items may come again.
 
-    `ready_seq`, `ledger_seq`, `demand_seq`: last sequences folded. `counters`: closed groups by way and reason, and duplicates.
+    `background`: the server's times, as they are told, or from the start by whoever has the whole logs. `ready_seq`,
+    `ledger_seq`, `demand_seq`: last sequences folded. `counters`: closed groups by way and reason, and duplicates.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, background: Background | None = None) -> None:
+        self.background = background or Background()
         self.ready_seq = 0
         self.ledger_seq = 0
         self.demand_seq = 0
@@ -63,12 +71,14 @@ class Assembly:
         self._answered = -1  # steps up to here have their batch
         self._decided_under = 0  # newest demand that the ledger names
 
-    def ready(self, seq: int, group: ReadyGroup) -> None:
+    def ready(self, seq: int, group: ReadyGroup, time_ns: int = 0) -> None:
         """A training group became whole."""
         if seq <= self.ready_seq:
             self.counters["duplicates"] += 1
             return
         self.ready_seq = seq
+        if time_ns:
+            self.background.ready(seq, time_ns)
         if group.group in self._closed:
             return
         if group.group in self._open:
@@ -76,10 +86,11 @@ class Assembly:
         else:
             self._open[group.group] = (seq, group)
 
-    def lease(self, lease: GroupLease) -> None:
+    def lease(self, lease: GroupLease, time_ns: int = 0) -> None:
         """A group was leased."""
         if lease.purpose == "train":
             self._families[lease.group] = lease.family
+            self.background.lease(lease, time_ns)
 
     def assume(self, member: BatchGroup) -> None:
         """For a replay: this member of a recorded batch was ready and eligible, though its READY entry is lost since."""
@@ -113,9 +124,11 @@ class Assembly:
                 found.append(Loss(group, self._families[group], ready_seq, item, step))
         return sorted(found, key=lambda loss: (loss.item.stream, loss.item.seq))
 
-    def demand(self, seq: int, demand: BatchDemand) -> None:
+    def demand(self, seq: int, demand: BatchDemand, time_ns: int = 0) -> None:
         """The trainer asked for a batch. For a step that has its batch, or by an older incarnation, it changes nothing."""
         self.demand_seq = max(self.demand_seq, seq)
+        if time_ns:
+            self.background.demand(seq, time_ns)
         if demand.step <= self._answered:
             return
         held = self._demands.get(demand.step)
@@ -151,6 +164,8 @@ class Assembly:
             self.last_lags = tuple(member.lag for member in entry.groups)
             self.counters["batches"] += 1
             self.counters["consumed"] += len(entry.groups)
+            self.counters["taken_for_age"] += sum(isinstance(member.aged_ns, int) for member in entry.groups)
+            self.counters["zero_variance_trained"] += sum(member.zero_variance is True for member in entry.groups)
         else:
             self._close(entry.group)
             if isinstance(entry, AbandonEntry) and isinstance(entry.step, int):
@@ -190,42 +205,53 @@ def decide(state: Assembly, settings: GateSettings) -> list[LedgerEntry]:
     if held is None:
         return []
     demand_seq, demand = held
+    turn = turn_of(state.waiting_groups(), state.background, state.ready_seq, demand_seq, settings)
+    if turn is None:
+        return []
     turned_away: list[LedgerEntry] = []
     chosen: list[BatchGroup] = []
-    for seq, group in state.waiting_groups():
+    trained_under = None if isinstance(demand.policy, msgspec.UnsetType) else demand.policy
+    for seq, group, aged_ns in turn.groups:
         if isinstance(group, BatchGroup):
             chosen.append(group)
             if len(chosen) >= demand.groups:
-                return [*turned_away, _batch(chosen, demand_seq, demand, settings)]
+                return [*turned_away, _batch(chosen, turn, demand_seq, demand, settings)]
             continue
-        decision = judge(group, demand.version, demand.left(), settings)
+        known = state.background.manifests
+        decision = judge(group, demand.version, demand.left(), settings, trained_under=trained_under, known=known)
         if isinstance(decision, Eligible):
-            chosen.append(
-                BatchGroup(
-                    group=group.group,
-                    ready_seq=seq,
-                    oldest_version=group.oldest_version(),
-                    newest_version=group.newest_version(),
-                    lag=decision.lag,
-                )
-            )
+            chosen.append(_member(seq, group, decision, aged_ns, settings))
         elif isinstance(decision, Quarantine):
             turned_away.append(_quarantine(seq, group, decision, demand_seq, demand, settings))
         else:
             turned_away.append(_abandon(seq, group, decision, demand_seq, settings))
         if len(chosen) >= demand.groups:
-            return [*turned_away, _batch(chosen, demand_seq, demand, settings)]
+            return [*turned_away, _batch(chosen, turn, demand_seq, demand, settings)]
     return turned_away
 
 
-def _batch(chosen: list[BatchGroup], demand_seq: int, demand: BatchDemand, settings: GateSettings) -> BatchEntry:
+def _member(
+    seq: int, group: ReadyGroup, decision: Eligible, aged_ns: int | msgspec.UnsetType, settings: GateSettings
+) -> BatchGroup:
+    return BatchGroup(
+        group=group.group,
+        ready_seq=seq,
+        oldest_version=group.oldest_version(),
+        newest_version=group.newest_version(),
+        lag=decision.lag,
+        aged_ns=aged_ns,
+        zero_variance=True if decision.flat and settings.zero_variance == "count" else msgspec.UNSET,
+    )
+
+
+def _batch(chosen: list[BatchGroup], turn: Turn, demand_seq: int, demand: BatchDemand, settings: GateSettings) -> BatchEntry:
     return BatchEntry(
         run=demand.run,
         step=demand.step,
         version=demand.version,
         incarnation=demand.incarnation,
         groups=tuple(chosen),
-        ready_high_water=chosen[-1].ready_seq,
+        ready_high_water=max(turn.looked_at, *(member.ready_seq for member in chosen)),
         demand_seq=demand_seq,
         settings_hash=settings.hash(),
         max_lag=settings.max_lag,

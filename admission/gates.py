@@ -1,14 +1,15 @@
 """The gates: may this group update policy version `v`? The one place that decides staleness and eligibility.
 
 Lag is (version about to be updated) - (oldest version among the group's sampled tokens), counted when the group is handed over,
-so that time in queues counts.
+so that time in queues counts. Each gate has a reason of its own, under which the ledger, the counters and the report count it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -16,31 +17,44 @@ import msgspec
 from schemas.group import LOST, LOST_EPISODE, ReadyGroup, Sibling
 from schemas.ledger import AbandonReason, QuarantineReason
 from schemas.lineage import on_line
+from schemas.manifest import PolicyManifest, drift
 from schemas.termination import UNPLAYED, Termination
 from schemas.training import Branch
 
 
 class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a verdict of the gates depends on besides the group, the version and the trainer's branches."""
+    """Everything that a decision depends on besides what stands in the logs.
+
+    A setting that came later names in `_WITHOUT` the value under which everything is decided as before it: so a ledger that
+    knew nothing of it keeps its hash, and is decided again under the same settings.
+    """
 
     max_lag: int
     versions: Literal["mixed", "homogeneous"] = "mixed"
-    zero_variance: Literal["keep", "skip"] = "keep"
+    zero_variance: Literal["keep", "skip", "count"] = "keep"
     min_rewards: int = 2
     manifest: str = (
         ""  # the behaviour manifest that every group must have; empty: each group must only agree with its own lease
     )
+    max_span: int = 0  # newest - oldest version of one group; 0: no bound
+    max_age_s: float = 0.0  # from the lease to the demand; what is older is taken first; 0: nothing is
 
     def hash(self) -> str:
         """First 16 hex digits of the SHA-256 over the canonical encoding; stands in every ledger entry."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
+        told = {name: value for name, value in msgspec.to_builtins(self).items() if _WITHOUT.get(name, _TOLD) != value}
+        return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:16]
+
+
+_TOLD = object()
+_WITHOUT: Mapping[str, object] = {"max_span": 0, "max_age_s": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Eligible:
-    """The group may enter the batch."""
+    """The group may enter the batch. `flat`: every reward is the same, so it carries no signal."""
 
     lag: int
+    flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +81,30 @@ def lag_of(group: ReadyGroup, version: int) -> int:
     return version - group.oldest_version()
 
 
-def judge(group: ReadyGroup, version: int, branches: Sequence[Branch], settings: GateSettings) -> Decision:
+def judge(
+    group: ReadyGroup,
+    version: int,
+    branches: Sequence[Branch],
+    settings: GateSettings,
+    *,
+    trained_under: PolicyManifest | None = None,
+    known: Mapping[str, PolicyManifest] = MappingProxyType({}),
+) -> Decision:
     """Decide one group for the batch that updates `version` of the line that `branches` lead to.
 
-    The first gate that refuses gives the reason.
+    The first gate that refuses gives the reason. `trained_under`: the trainer's manifest, where its demand says it; `known`:
+    manifests by their hashes, so that a refusal can name what differs.
     """
     return (
         _lost(group)
         or _infrastructure(group)
         or _trust(group)
-        or _alignment(group, settings)
+        or _alignment(group)
+        or _manifest(group, settings, trained_under, known)
         or _branch(group, version, branches)
         or _freshness(group, version, settings)
         or _signal(group, settings)
-        or Eligible(lag_of(group, version))
+        or Eligible(lag_of(group, version), flat=len(set(_rewards(group))) == 1)
     )
 
 
@@ -107,7 +131,7 @@ def _trust(group: ReadyGroup) -> Quarantine | None:
     return None
 
 
-def _alignment(group: ReadyGroup, settings: GateSettings) -> Quarantine | None:
+def _alignment(group: ReadyGroup) -> Quarantine | None:
     slots = sorted(s.slot for s in group.siblings)
     if slots != list(range(group.group_size)):
         return Quarantine(QuarantineReason.INCOMPLETE, f"slots {slots} of {group.group_size}")
@@ -115,11 +139,25 @@ def _alignment(group: ReadyGroup, settings: GateSettings) -> Quarantine | None:
         return Quarantine(QuarantineReason.INCOMPLETE, "no sibling has a sampled token")
     if broken := [s.slot for s in group.siblings if not s.finite]:
         return Quarantine(QuarantineReason.LOGPROBS, f"slots {broken}: log-probabilities missing, not finite or not aligned")
-    if other := [f"slot {s.slot}: {s.manifest}" for s in group.siblings if s.manifest != group.manifest]:
+    return None
+
+
+def _manifest(
+    group: ReadyGroup, settings: GateSettings, trained_under: PolicyManifest | None, known: Mapping[str, PolicyManifest]
+) -> Quarantine | None:
+    leased = known.get(group.manifest)
+    other = [
+        f"slot {s.slot}: {s.manifest}{drift(leased, known.get(s.manifest))}"
+        for s in group.siblings
+        if s.manifest != group.manifest
+    ]
+    if other:
         return Quarantine(QuarantineReason.MANIFEST, f"leased under {group.manifest}; {'; '.join(other)}")
-    if settings.manifest and group.manifest != settings.manifest:
+    wanted = trained_under.hash() if trained_under is not None else settings.manifest
+    if wanted and group.manifest != wanted:
+        differs = drift(leased, trained_under or known.get(wanted))
         return Quarantine(
-            QuarantineReason.MANIFEST, f"leased under {group.manifest}, the trainer works under {settings.manifest}"
+            QuarantineReason.MANIFEST, f"leased under {group.manifest}, the trainer works under {wanted}{differs}"
         )
     return None
 
@@ -142,13 +180,16 @@ def _freshness(group: ReadyGroup, version: int, settings: GateSettings) -> Quara
     oldest, newest = group.oldest_version(), group.newest_version()
     if settings.versions == "homogeneous" and oldest != newest:
         return Quarantine(QuarantineReason.MIXED_VERSIONS, f"versions {oldest} to {newest}")
+    if settings.max_span and newest - oldest > settings.max_span:
+        span = f"versions {oldest} to {newest} span {newest - oldest}, more than {settings.max_span}"
+        return Quarantine(QuarantineReason.VERSION_SPAN, span)
     if lag_of(group, version) > settings.max_lag:
         return Quarantine(QuarantineReason.STALE, f"lag {lag_of(group, version)} exceeds {settings.max_lag}")
     return None
 
 
 def _signal(group: ReadyGroup, settings: GateSettings) -> Quarantine | None:
-    rewards = [reward for reward in group.rewards() if reward is not None]
+    rewards = _rewards(group)
     if len(rewards) < settings.min_rewards:
         return Quarantine(
             QuarantineReason.TOO_FEW_REWARDS, f"{len(rewards)} rewarded siblings of {settings.min_rewards} needed"
@@ -156,6 +197,10 @@ def _signal(group: ReadyGroup, settings: GateSettings) -> Quarantine | None:
     if settings.zero_variance == "skip" and len(set(rewards)) == 1:
         return Quarantine(QuarantineReason.ZERO_VARIANCE, f"every reward is {rewards[0]}")
     return None
+
+
+def _rewards(group: ReadyGroup) -> list[float]:
+    return [reward for reward in group.rewards() if reward is not None]
 
 
 def _sampled(group: ReadyGroup) -> list[Sibling]:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+import msgspec
+
+from admission.background import Background
 from admission.gates import GateSettings
 from admission.joining import EpisodeFact, VerdictFact, episode_fact, verdict_fact
 from admission.slim import SlimEpisode, SlimVerdict, decode_slim
@@ -17,6 +20,7 @@ from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, QuarantineEntry
 from schemas.message import Message
 from schemas.table import Stream
+from schemas.training import BatchDemand
 from schemas.trajectory import Episode, Verdict
 from services.config import Config, ConfigError, check
 from services.recording import Form, Record, RecordingError
@@ -111,11 +115,25 @@ def config_tree(reader: RecordingReader) -> dict[str, Any]:
     return tree
 
 
+def background(reader: RecordingReader) -> Background:
+    """What else decisions were made from: the server's times, and the manifests that leases carry."""
+    return Background.recorded(
+        ((record.time_ns, lease) for record, lease in leases(reader) if lease.purpose == "train"),
+        ((record.seq, record.time_ns) for record, group in ready(reader) if group.purpose == "train"),
+        ((record.seq, record.time_ns) for record, told in messages(reader, Stream.TRAIN) if isinstance(told, BatchDemand)),
+    )
+
+
 def gates_of(config: Config) -> GateSettings:
     """The gates as a configuration says, as admission takes them."""
     section = config.admission
     return GateSettings(
-        max_lag=section.max_lag, versions=section.versions, zero_variance=section.zero_variance, min_rewards=section.min_rewards
+        max_lag=section.max_lag,
+        versions=section.versions,
+        zero_variance=section.zero_variance,
+        min_rewards=section.min_rewards,
+        max_span=section.max_span,
+        max_age_s=section.max_age_s,
     )
 
 
@@ -152,7 +170,9 @@ def settings_of(entries: Iterable[LedgerEntry], configured: GateSettings) -> Set
 
 def _candidates(configured: GateSettings, lags: set[int]) -> Iterator[GateSettings]:
     yield configured
-    versions, variances = ("mixed", "homogeneous"), ("keep", "skip")
+    versions, variances = ("mixed", "homogeneous"), ("keep", "skip", "count")
     near = sorted(lags | set(range(17)))
+    later = sorted({(0, 0.0), (configured.max_span, configured.max_age_s)})  # without these, and as configured
     for lag, spans, zero, rewards in product(near, versions, variances, range(1, _MOST_REWARDS + 1)):
-        yield GateSettings(max_lag=lag, versions=spans, zero_variance=zero, min_rewards=rewards)  # type: ignore[arg-type]
+        found = GateSettings(max_lag=lag, versions=spans, zero_variance=zero, min_rewards=rewards)  # type: ignore[arg-type]
+        yield from (msgspec.structs.replace(found, max_span=span, max_age_s=age_s) for span, age_s in later)

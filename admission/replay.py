@@ -13,6 +13,7 @@ from itertools import islice
 import msgspec
 
 from admission.assembly import Assembly, decide
+from admission.background import Background
 from admission.gates import GateSettings
 from admission.losses import Evidence, loss_entry
 from schemas.codec import encode
@@ -41,15 +42,17 @@ def replay(
     ledger: Iterable[tuple[int, LedgerEntry]],
     *settings: GateSettings,
     evidence: Evidence | None = None,
+    background: Background | None = None,
 ) -> Difference | None:
     """Decide again over recorded `(sequence, message)` pairs; `None` if every recorded entry comes out the same.
 
     Each entry is decided under the settings whose hash it carries; pass every setting that the run was under, in any order.
     An entry that closes a group for a lost item is looked up in `evidence`: the item must be missing there as well. One that
-    takes a group out of a batch is looked up in the commits of that batch's step, which decided it.
+    takes a group out of a batch is looked up in the commits of that batch's step, which decided it. `background`: the server's
+    times, which an age limit goes by, and the manifests that leases carry.
     """
     known = {item.hash(): item for item in settings}
-    state = Assembly()
+    state = Assembly(background)
     whole = {seq: group for seq, group in ready if group.purpose == "train"}
     entries, trained = list(ledger), list(train)
     demands = [(seq, message) for seq, message in trained if isinstance(message, BatchDemand)]

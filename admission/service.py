@@ -14,14 +14,14 @@ from admission.presence import lost_items
 from schemas.codec import CodecError, decode_any
 from schemas.group import ReadyGroup
 from schemas.lease import GroupLease
-from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, QuarantineEntry
+from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, QuarantineEntry, QuarantineReason
 from schemas.table import Stream
 from schemas.training import BatchDemand, StepCommit
 from services.config import Config
 from services.continuity import Hole
 from services.dead_letters import pass_over
 from services.feed import Arrival, Feed, Source
-from services.items import BusError, Fenced, Item
+from services.items import BusError, Fenced, Item, nanoseconds
 from services.ownership import Ownership
 from services.pull import Damaged
 from services.runtime import ServiceContext
@@ -68,8 +68,26 @@ def gate_settings(config: Config) -> GateSettings:
     """The gates as the configuration says."""
     section = config.admission
     return GateSettings(
-        max_lag=section.max_lag, versions=section.versions, zero_variance=section.zero_variance, min_rewards=section.min_rewards
+        max_lag=section.max_lag,
+        versions=section.versions,
+        zero_variance=section.zero_variance,
+        min_rewards=section.min_rewards,
+        max_span=section.max_span,
+        max_age_s=section.max_age_s,
     )
+
+
+def _sequence(arrival: Arrival) -> int:
+    """Up to where an arrival brings the reader of its log; 0 for one that says nothing of it."""
+    if arrival.item is not None:
+        return arrival.item.seq
+    if isinstance(arrival.damage, Damaged):
+        return arrival.damage.item.seq
+    return arrival.damage.last if isinstance(arrival.damage, Hole) else 0
+
+
+def _names_manifest(entry: LedgerEntry) -> bool:
+    return isinstance(entry, QuarantineEntry) and entry.reason is QuarantineReason.MANIFEST
 
 
 class _Admission:
@@ -82,6 +100,7 @@ class _Admission:
         self.feed = feed
         self.ownership = ownership
         self.state = Assembly()
+        self.folded = {Stream.READY: 0, Stream.TASKS: 0}  # sequence up to which everything is
         self.settings = gate_settings(context.config)
         self.waiting = StandingWait(context.health, _NAMED_WAIT_S)
 
@@ -105,6 +124,8 @@ class _Admission:
     async def fold(self, arrival: Arrival) -> None:
         """One item into the state. One that cannot be read is passed over; READY then has lost its group."""
         damage = arrival.damage
+        if arrival.stream in self.folded:
+            self.folded[arrival.stream] = max(self.folded[arrival.stream], _sequence(arrival))
         if arrival.item is None:
             if damage is not None and arrival.stream is Stream.LEDGER:
                 raise self.damaged_ledger(str(damage) if isinstance(damage, Hole) else damage.reason)
@@ -123,11 +144,11 @@ class _Admission:
             return
         match message:
             case GroupLease():
-                self.state.lease(message)
+                self.state.lease(message, item.time_ns)
             case ReadyGroup(purpose="train"):
-                self.state.ready(item.seq, message)
+                self.state.ready(item.seq, message, item.time_ns)
             case BatchDemand():
-                self.state.demand(item.seq, message)
+                self.state.demand(item.seq, message, item.time_ns)
             case StepCommit():
                 self.state.step(message)
             case BatchEntry() | QuarantineEntry() | AbandonEntry():
@@ -150,11 +171,36 @@ class _Admission:
         lost = lost_entries(self.state, self.bus.run, self.settings.hash())
         return lost or decide(self.state, self.settings)
 
+    async def learn_ages(self) -> None:
+        """With an age limit a decision needs all that was ready at its demand: ask the server whether that has been read.
+
+        The answer's clock is that of READY, so what is stored there after it is stored no earlier. The lease of what stands in
+        READY was stored before it, and is asked for afterwards.
+        """
+        held = self.state.outstanding() if self.settings.max_age_s else None
+        if held is None or self.state.background.last_ready_by(self.state.background.demanded_ns(held[0])) is not None:
+            return
+        reply = await self.bus.api(f"STREAM.INFO.{self.bus.subjects.stream(Stream.READY)}", {})
+        if "error" in reply or self.folded[Stream.READY] < int(reply["state"]["last_seq"]):
+            return
+        if await self.knows_leases():
+            self.state.background.is_known_until(nanoseconds(reply["ts"]))
+
+    async def knows_leases(self) -> bool:
+        """Whether every lease has been read, with its time and its manifest, whose fields a refusal names."""
+        return self.folded[Stream.TASKS] >= await self.bus.last_sequence(Stream.TASKS)
+
     async def append_decisions(self) -> None:
         """Append what the ledger lacks. A refusal ends the turn: what stands there instead is folded first."""
-        while not self.context.stop.is_set() and (entries := self.entries()):
+        while not self.context.stop.is_set():
+            await self.learn_ages()
+            entries = self.entries()
+            if not entries:
+                return
             for entry in entries:
                 if isinstance(entry, BatchEntry) and not await self.can_be_handed_over(entry):
+                    return
+                if _names_manifest(entry) and not await self.knows_leases():
                     return
                 await self.ownership.confirm()
                 try:

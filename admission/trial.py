@@ -12,7 +12,7 @@ from admission.what_if import Trial
 from services.config import Config, ConfigError, check
 from services.recording_reader import RecordingReader
 
-GATES = ("admission.max_lag", "admission.versions", "admission.zero_variance", "admission.min_rewards")
+GATES = ("admission.max_lag", "admission.versions", "admission.max_span", "admission.zero_variance", "admission.min_rewards")
 TRIABLE = (*GATES, "admission.groups_per_batch", "window.max_groups", "trainer.demand_ahead")
 
 

@@ -139,7 +139,7 @@ def verify_admission(reader: RecordingReader) -> AdmissionCheck:
     )
     ready = ((record.seq, group) for record, group in recorded.ready(reader))
     train = ((record.seq, message) for record, message in recorded.messages(reader, Stream.TRAIN))
-    difference = replay(ready, train, entries, *found.known, evidence=evidence)
+    difference = replay(ready, train, entries, *found.known, evidence=evidence, background=recorded.background(reader))
     inputs = _decided_from(reader, difference) if difference is not None else ()
     return AdmissionCheck(len(entries), tuple(found.known), tuple(found.unknown), difference, inputs)
 

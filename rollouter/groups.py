@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import msgspec
 import structlog
 
 from rollouter.agent import Agent
@@ -19,6 +20,7 @@ from rollouter.sandbox_client import SandboxLost
 from rollouter.takeover import PastAttempt, SlotHistory, histories
 from schemas.attempts import AttemptReason
 from schemas.lease import GroupLease
+from schemas.manifest import PolicyManifest, drift
 from schemas.table import Stream
 from schemas.task import Task, TaskSuite
 from schemas.termination import Termination
@@ -77,7 +79,7 @@ class Groups:
     """
 
     def __init__(
-        self, stage: Stage, suite: TaskSuite, manifest: str, agent_for: Callable[[Task], Agent], health: Health
+        self, stage: Stage, suite: TaskSuite, manifest: PolicyManifest, agent_for: Callable[[Task], Agent], health: Health
     ) -> None:
         self._stage = stage
         self._suite = suite
@@ -244,8 +246,10 @@ class Groups:
                 await self._stage.sandboxes.discard(journal.box.name, journal.box.executor)
 
     async def _play_attempt(self, name: AttemptName, journal: Journal, past: PastAttempt | None) -> Episode:
-        if name.lease.manifest != self._manifest:
-            raise OtherBehaviour(f"lease of behaviour {name.lease.manifest}, and this rollouter's is {self._manifest}")
+        if name.lease.manifest != self._manifest.hash():
+            leased = None if isinstance(name.lease.policy, msgspec.UnsetType) else name.lease.policy
+            ours = f"this rollouter's is {self._manifest.hash()}{drift(leased, self._manifest)}"
+            raise OtherBehaviour(f"lease of behaviour {name.lease.manifest}, and {ours}")
         task = self._suite.task(name.lease.task_id)
         return await play_attempt(self._stage, self._agent_for(task), name, task, journal, past)
 

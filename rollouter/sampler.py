@@ -2,11 +2,12 @@
 
 A training group is leased while both hold:
 
-- open groups < window: leased and not yet consumed, quarantined or abandoned, at every instant;
-- consumed + open < (oldest version in rotation + 1 + K) * groups per batch, and < max_steps * groups per batch.
+- open groups < the bound: leased and not yet consumed, quarantined or abandoned, at every instant;
+- consumed + open < (oldest version in rotation + 1) * groups per batch + window, and < max_steps * groups per batch.
 
-The second keeps a group from being leased that could only be used staler than K, so generation slows down before anything is
-dropped; with K = 0 it is exactly the synchronous trainer's schedule.
+The window is at most K batches (`rollouter/window.py`). That keeps a group from being leased that could only be used staler
+than K; with K = 0 it is exactly the synchronous trainer's schedule. Inside, it follows the trainer's pace, so generation slows
+down before anything ages out.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 
 from rollouter.curriculum import UNIFORM, CurriculumSettings, Outcomes, draw, seed_for, streams_of
 from rollouter.evaluation import EvalBook, EvalSettings, Point, current_point, plan
+from rollouter.window import EngineLoad, FlowBook, WindowSettings
 from schemas.group import ReadyGroup
 from schemas.lease import GroupLease, Purpose, TaskStream, ordinal_of
-from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry
-from schemas.policy import FleetVersions
+from schemas.ledger import AbandonEntry, BatchEntry, LedgerEntry, QuarantineReason
+from schemas.policy import EngineState, FleetVersions
 from schemas.task import Split
 from schemas.training import EvalResult, StepCommit
 
@@ -38,6 +40,11 @@ class SamplerSettings:
     pool: tuple[str, ...]
     evaluation: EvalSettings
     curriculum: CurriculumSettings = UNIFORM
+    adapt: bool = False  # the window; else always K batches
+
+    def window(self) -> WindowSettings:
+        """What the window depends on."""
+        return WindowSettings(batch=self.groups_per_batch, max_lag=self.max_lag, adapt=self.adapt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +84,8 @@ class SamplerState:
         self.fleet: FleetVersions | None = None
         self.book = EvalBook()
         self.observed: dict[str, Outcomes] = {}
+        self.flow = FlowBook()
+        self._engines: dict[str, EngineState] = {}
         self._open: dict[str, None] = {}
         self._closed_ahead: set[str] = set()  # closed by the ledger before their lease was folded
         self._ledger_seq = 0
@@ -102,7 +111,7 @@ class SamplerState:
         """What stands under this ordinal cannot be used, and nothing else can ever stand there: it names no group."""
         self.next_ordinal = max(self.next_ordinal, ordinal + 1)
 
-    def entry(self, seq: int, entry: LedgerEntry) -> None:
+    def entry(self, seq: int, entry: LedgerEntry, time_ns: int = 0) -> None:
         """The ledger closed something."""
         if seq <= self._ledger_seq:
             return
@@ -111,11 +120,13 @@ class SamplerState:
             self.consumed += len(entry.groups)
             for member in entry.groups:
                 self._close(member.group)
+            self.flow.batch(seq, time_ns, tuple(member.group for member in entry.groups), entry.demand_seq)
         elif isinstance(entry, AbandonEntry) and isinstance(entry.step, int):
             self.consumed -= 1  # lost out of a batch, whose step is taken without it: none is leased in its place
         else:
             self.turned_away += 1
             self._close(entry.group)
+            self.flow.turned_away(seq, entry.group, stale=entry.reason == QuarantineReason.STALE)
 
     def whole(self, seq: int, group: ReadyGroup, time_ns: int = 0) -> None:
         """A group is whole: an evaluation group is graded; a training group tells how its task went."""
@@ -125,11 +136,30 @@ class SamplerState:
         if group.purpose == "eval":
             self.book.graded(group, time_ns)
             return
+        self.flow.ready(group.group, time_ns)
         before = self.observed.get(group.task_id, Outcomes())
         self.observed[group.task_id] = Outcomes(
             before.attempts + sum(s.status == "graded" for s in group.siblings),
             before.successes + sum(s.status == "graded" and bool(s.success) for s in group.siblings),
             before.untrusted + sum(s.status in ("verifier_error", "tampered") for s in group.siblings),
+        )
+
+    def demand(self, seq: int, time_ns: int) -> None:
+        """The trainer asked for a batch."""
+        self.flow.demanded(seq, time_ns)
+
+    def engine(self, state: EngineState) -> None:
+        """An engine's heartbeat."""
+        self._engines[state.engine] = state
+
+    def load(self) -> EngineLoad:
+        """Of the engines in rotation, as they said last."""
+        names = [name for name, version in self.fleet.engines.items() if version >= 0] if self.fleet else []
+        engines = [self._engines[name] for name in names if name in self._engines]
+        return EngineLoad(
+            running=sum(engine.running for engine in engines),
+            waiting=sum(engine.waiting for engine in engines),
+            places=sum(engine.max_running for engine in engines),
         )
 
     def step(self, commit: StepCommit) -> None:
@@ -210,10 +240,11 @@ def _train(state: SamplerState, settings: SamplerSettings) -> Plan | Wait | None
         if settings.evaluation.at_end and state.serving < settings.max_steps:
             return Wait(f"version {settings.max_steps} in rotation", "param_sync and the engines")
         return None
-    if state.promised() >= (state.serving + 1 + settings.max_lag) * batch:
-        return Wait(
-            f"a version above {state.serving} in rotation (K = {settings.max_lag})", "trainer, param_sync and the engines"
-        )
+    window = state.flow.window(settings.window(), state.load())
+    if state.promised() >= (state.serving + 1) * batch + window.ahead:
+        most = window.ahead >= settings.window().most
+        why = f"K = {settings.max_lag}" if most else f"{window.ahead} groups ahead: {window.why}"
+        return Wait(f"a version above {state.serving} in rotation ({why})", "trainer, param_sync and the engines")
     if len(state.open_groups()) >= settings.max_groups:
         return Wait(f"room in the window of {settings.max_groups}", f"the oldest open group {state.open_groups()[0]}")
     drawn = draw(

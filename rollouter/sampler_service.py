@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import structlog
 
 from rollouter.evaluation import HELDOUT, EvalSettings
@@ -14,10 +15,11 @@ from schemas.codec import CodecError, decode_any
 from schemas.group import ReadyGroup
 from schemas.lease import GroupLease, group_id
 from schemas.ledger import AbandonEntry, BatchEntry, QuarantineEntry
-from schemas.policy import FleetVersions
+from schemas.manifest import PolicyManifest
+from schemas.policy import EngineState, FleetVersions
 from schemas.table import Stream
 from schemas.task import TaskSuite
-from schemas.training import EvalResult, StepCommit
+from schemas.training import BatchDemand, EvalResult, StepCommit
 from schemas.trajectory import SamplingConfig
 from services.config import Config, ConfigError
 from services.dead_letters import pass_over
@@ -37,7 +39,7 @@ _NAMED_WAIT_S = 600.0
 async def serve(context: ServiceContext) -> None:
     """Lease groups and evaluate until `context.stop`.
 
-    Consumes: TASKS (its own leases), LEDGER, READY, TRAIN, and the newest `policy.active`.
+    Consumes: TASKS (its own leases), LEDGER, READY, TRAIN, the newest `policy.active`, and the engines' heartbeats.
     Produces: `task.lease.<n>` and `train.eval.<point>`, each once.
     Waits for: a version in rotation, room in the window, the trainer, or an evaluation's groups; always names which.
     On error: an item that cannot be read is passed over with an alarm: its ordinal names no group, its attempts are censored;
@@ -53,11 +55,12 @@ async def serve(context: ServiceContext) -> None:
         Source(Stream.READY),
         Source(Stream.TRAIN),
         Source(Stream.POLICY, ("policy.active",), latest_per_subject=True),
+        Source(Stream.REGISTRY, ("reg.engine.*",), latest_per_subject=True),
     )
     feed = Feed(context.bus, sources)
     async with asyncio.TaskGroup() as group:
         group.create_task(feed.run(context.stop), name="feed")
-        await _Sampler(context, feed, suite, manifest.hash()).work()
+        await _Sampler(context, feed, suite, manifest).work()
 
 
 def sampler_settings(config: Config, suite: TaskSuite) -> SamplerSettings:
@@ -76,6 +79,7 @@ def sampler_settings(config: Config, suite: TaskSuite) -> SamplerSettings:
         max_steps=config.run.max_steps,
         group_size=config.rollout.group_size,
         pool=pool,
+        adapt=config.window.adapt,
         evaluation=EvalSettings(
             at_start=config.eval.at_start,
             at_end=config.eval.at_end,
@@ -96,7 +100,7 @@ def sampler_settings(config: Config, suite: TaskSuite) -> SamplerSettings:
 class _Sampler:
     """The sampler's core with its reads and writes."""
 
-    def __init__(self, context: ServiceContext, feed: Feed, suite: TaskSuite, manifest: str) -> None:
+    def __init__(self, context: ServiceContext, feed: Feed, suite: TaskSuite, manifest: PolicyManifest) -> None:
         self.context = context
         self.bus = context.bus
         self.health = context.health
@@ -140,13 +144,17 @@ class _Sampler:
             case GroupLease():
                 self.state.lease(message, item.time_ns)
             case BatchEntry() | QuarantineEntry() | AbandonEntry():
-                self.state.entry(item.seq, message)
+                self.state.entry(item.seq, message, item.time_ns)
             case ReadyGroup():
                 self.state.whole(item.seq, message, item.time_ns)
             case StepCommit():
                 self.state.step(message)
+            case BatchDemand():
+                self.state.demand(item.seq, item.time_ns)
             case EvalResult():
                 self.state.result(message)
+            case EngineState():
+                self.state.engine(message)
             case FleetVersions():
                 self.state.active(message)
 
@@ -212,7 +220,8 @@ class _Sampler:
             template=task.template,
             split=plan.split,
             group_size=plan.group_size,
-            manifest=self.manifest,
+            manifest=self.manifest.hash(),
+            policy=self.manifest,
             environment=self.environment,
             base_snapshot=snapshot,
             sampling=SamplingConfig(
@@ -231,6 +240,7 @@ class _Sampler:
 
     async def publish_result(self, result: EvalResult) -> None:
         """Publish an evaluation's result, once."""
+        result = msgspec.structs.replace(result, manifest=self.manifest.hash())
         try:
             await self.bus.publish_once(self.bus.subjects.evaluation(result.point), result)
         except OnceConflict as error:
@@ -251,6 +261,7 @@ class _Sampler:
         self.health.set("leased", self.state.leased)
         self.health.set("open_groups", len(self.state.open_groups()))
         self.health.set("open_eval_groups", self.state.book.in_flight())
+        self.health.set("window", self.state.flow.window(self.settings.window(), self.state.load()).ahead)
         self.health.set("consumed", self.state.consumed)
         self.health.set("turned_away", self.state.turned_away)
         self.health.set("serving_version", self.state.serving)

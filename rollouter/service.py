@@ -19,6 +19,7 @@ from rollouter.groups import Groups, GroupTaken
 from rollouter.manifest import policy_manifest
 from rollouter.sandbox_client import Sandboxes
 from schemas.lease import GroupLease
+from schemas.manifest import PolicyManifest
 from schemas.task import Task, TaskSuite
 from services.health import pause
 from services.items import BusError, IntegrityError, Item
@@ -58,7 +59,7 @@ async def serve(context: ServiceContext) -> None:
 class Rollouter:
     """One process's share of the work. Its requester id is new at every start, so no answer of an earlier life reaches it."""
 
-    def __init__(self, context: ServiceContext, renderer: ChatRenderer, suite: TaskSuite, manifest: str) -> None:
+    def __init__(self, context: ServiceContext, renderer: ChatRenderer, suite: TaskSuite, manifest: PolicyManifest) -> None:
         config = context.config
         requester = f"{context.instance}-{uuid4().hex[:8]}"
         self._context = context
@@ -93,7 +94,7 @@ class Rollouter:
         config = context.config
         suite = resolve_suite(config.tasks.suite)
         manifest = await asyncio.to_thread(policy_manifest, config, suite)
-        return cls(context, await asyncio.to_thread(ChatRenderer, config.policy.model), suite, manifest.hash())
+        return cls(context, await asyncio.to_thread(ChatRenderer, config.policy.model), suite, manifest)
 
     async def handle(self, item: Item) -> None:
         """One lease, until all its episodes are sealed. Raises `Retry` to hand it back."""

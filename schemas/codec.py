@@ -23,9 +23,10 @@ from schemas.group import ReadyGroup
 from schemas.health import Heartbeat
 from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, BatchEntry, QuarantineEntry
+from schemas.manifest import PolicyManifest
 from schemas.message import SCHEMA_VERSION, Message
 from schemas.ownership import Owner
-from schemas.policy import ApplyOrder, EngineState, FleetVersions, PolicyManifest, WeightsManifest
+from schemas.policy import ApplyOrder, EngineState, FleetVersions, WeightsManifest
 from schemas.sandbox import SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
 from schemas.training import BatchDemand, EvalResult, StepCommit
 from schemas.trajectory import Episode, TurnRecord, Verdict

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
+from schemas.manifest import PolicyManifest
 from schemas.message import Message
 from schemas.task import Split
 from schemas.trajectory import SamplingConfig
@@ -38,6 +41,7 @@ class GroupLease(Message, frozen=True, kw_only=True, tag="lease"):
     leased_at_version: int = 0
     eval_point: str = ""  # which evaluation an `eval` lease belongs to
     slot_retries: int = 2
+    policy: PolicyManifest | msgspec.UnsetType = msgspec.UNSET  # what `manifest` is the hash of, so that drift has a name
 
 
 def ordinal_of(group: str) -> int:

@@ -18,6 +18,7 @@ class QuarantineReason(StrEnum):
 
     STALE = "stale"
     MIXED_VERSIONS = "mixed_versions"
+    VERSION_SPAN = "version_span"
     MANIFEST = "manifest"
     LOGPROBS = "logprobs"
     TAMPERED = "tampered"
@@ -49,13 +50,18 @@ class LostItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """One group of a batch: where it stands in READY, and its lag at hand-over."""
+    """One group of a batch: where it stands in READY, and its lag at hand-over.
+
+    The rest stands here only where a setting asks for it, so that entries made without keep their bytes.
+    """
 
     group: str
     ready_seq: int
     oldest_version: int
     newest_version: int
     lag: int
+    aged_ns: int | msgspec.UnsetType = msgspec.UNSET  # from its lease to the demand; set: taken before its turn for its age
+    zero_variance: bool | msgspec.UnsetType = msgspec.UNSET  # set: every reward is the same, and that is to be counted
 
 
 class BatchEntry(Message, frozen=True, kw_only=True, tag="batch"):

@@ -7,10 +7,7 @@ version vector.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Literal
-
-import msgspec
 
 from schemas.message import Message
 from schemas.training import ObjectRef
@@ -81,25 +78,3 @@ class FleetVersions(Message, frozen=True, kw_only=True, tag="fleet"):
     engines: dict[str, int]
     oldest: int  # among engines in rotation; -1: none
     newest: int
-
-
-class PolicyManifest(Message, frozen=True, kw_only=True, tag="policy_manifest"):
-    """The behaviour's fixed parts (T11). Its hash is `manifest` on leases, turns, episodes and groups."""
-
-    model: str
-    base_digest: str
-    tokenizer_sha256: str
-    template_sha256: str
-    system_prompt_sha256: str
-    tool_schemas_sha256: str
-    parser: str
-    memory_policy: str = "linear"
-    compactor: str = "none"
-    max_turns: int
-    max_action_tokens: int
-    max_context_tokens: int
-    sampling: str
-
-    def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 over the canonical encoding."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]

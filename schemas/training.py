@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from schemas.ledger import LostItem
+from schemas.manifest import PolicyManifest
 from schemas.message import Message
 
 
@@ -31,6 +32,7 @@ class BatchDemand(Message, frozen=True, kw_only=True, tag="demand"):
     incarnation: int
     groups: int
     branches: tuple[Branch, ...] | msgspec.UnsetType = msgspec.UNSET  # of every incarnation after the first; unset: none
+    policy: PolicyManifest | msgspec.UnsetType = msgspec.UNSET  # that every group of the batch must have; unset: not said
 
     def left(self) -> tuple[Branch, ...]:
         """`branches`, empty where there are none."""
@@ -112,3 +114,4 @@ class EvalResult(Message, frozen=True, kw_only=True, tag="eval"):
     step: int
     splits: tuple[SplitScore, ...]
     seconds: float = 0.0
+    manifest: str | msgspec.UnsetType = msgspec.UNSET  # of the behaviour that was evaluated; unset in results without

@@ -97,6 +97,14 @@ def parser() -> argparse.ArgumentParser:
     audit.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started, ended ones included")
     audit.add_argument("--json", metavar="OUT", help="write the findings here as well")
 
+    report = _command(
+        commands, "report", _report, "say what was not trained on and why, and how the trained differ from the leased"
+    )
+    report.add_argument("--run-folder", metavar="DIR", help="folder of a run that `headrace up` started, ended ones included")
+    report.add_argument(
+        "--json", metavar="OUT", default="", help="write the whole report here as well; -: to the terminal, alone"
+    )
+
     record_arguments(_command(commands, "record", _record, "write a run's streams to one portable file"))
     replay_arguments(_command(commands, "replay", _replay, "decide a recording again, as it was or with other settings"))
     explain_arguments(_command(commands, "explain", _explain, "show the life of a group, trajectory, step or token"))
@@ -239,6 +247,13 @@ def _audit(options: argparse.Namespace) -> int:
     verify = importlib.import_module("trainer.checkpoint").verify
     audit: Callable[..., Coroutine[None, None, int]] = importlib.import_module("admission.audit_command").run_audit
     return asyncio.run(audit(config, _folder(options), verify, Path(options.json) if options.json else None))
+
+
+def _report(options: argparse.Namespace) -> int:
+    _quiet_logs()
+    config = _existing(options)
+    run: Callable[..., Coroutine[None, None, int]] = importlib.import_module("admission.report_command").run_report
+    return asyncio.run(run(config, _folder(options), options.json))
 
 
 def _record(options: argparse.Namespace) -> int:

@@ -77,6 +77,9 @@ class Window(_Section):
     """Candidate groups in flight."""
 
     max_groups: int = Field(20, ge=1, description="Leased and not yet closed groups, at every instant")
+    adapt: bool = Field(
+        True, description="Lease no further ahead than the trainer's pace needs, one to K batches; false: always K batches"
+    )
 
 
 class Rollout(_Section):
@@ -151,8 +154,18 @@ class Admission(_Section):
         2, ge=0, description="K: largest (version about to be updated) - (oldest sampled version); 0 is synchronous"
     )
     versions: Literal["mixed", "homogeneous"] = Field("mixed", description="May one group span several policy versions?")
-    zero_variance: Literal["keep", "skip"] = Field("keep", description="What to do with groups whose rewards are all equal")
+    max_span: int = Field(
+        0, ge=0, description="Mixed versions: largest (newest) - (oldest) sampled version of one group; 0: no bound of its own"
+    )
+    zero_variance: Literal["keep", "skip", "count"] = Field(
+        "keep", description="Groups whose rewards are all equal: train on them, quarantine them, or train and count them"
+    )
     min_rewards: int = Field(2, ge=1, description="Rewarded siblings that a group needs")
+    max_age_s: float = Field(
+        0.0,
+        ge=0,
+        description="Ready groups that were leased longer ago than this go first, the oldest first; 0: completion order alone",
+    )
 
 
 class Trainer(_Section):

@@ -15,28 +15,8 @@ from schemas.lineage import Lineage
 from schemas.message import Message
 from schemas.policy import FleetVersions
 from schemas.training import EvalResult, StepCommit
-
-
-class _Series:
-    """A running total by time. Times come in order, as one stream gives them."""
-
-    def __init__(self) -> None:
-        self._times: list[int] = []
-        self._totals: list[float] = []
-
-    def add(self, time_ns: int, amount: float = 1) -> None:
-        self._times.append(max(time_ns, self._times[-1]) if self._times else time_ns)
-        self._totals.append(self.total() + amount)
-
-    def total(self) -> float:
-        return self._totals[-1] if self._totals else 0
-
-    def at(self, time_ns: int) -> float:
-        index = bisect_right(self._times, time_ns)
-        return self._totals[index - 1] if index else 0
-
-    def first_ns(self) -> int | None:
-        return self._times[0] if self._times else None
+from services.fates import Fates
+from services.series import Series
 
 
 class Tally:
@@ -48,17 +28,19 @@ class Tally:
         self.fleet: FleetVersions | None = None
         self.quarantined_by: dict[str, int] = {}
         self.abandoned_by: dict[str, int] = {}
+        self.fates = Fates()
         self._line = Lineage()
         self._step_times: dict[int, int] = {}
         self._batches: dict[int, BatchEntry] = {}
         self._rewards: dict[str, tuple[float, int]] = {}  # group -> sum and number of rewards
         self._fleets: list[tuple[int, dict[str, int]]] = []
-        self._leased, self._ready, self._consumed = _Series(), _Series(), _Series()
-        self._quarantined, self._abandoned, self._closed_unready = _Series(), _Series(), _Series()
-        self._tokens = _Series()
+        self._leased, self._ready, self._consumed = Series(), Series(), Series()
+        self._quarantined, self._abandoned, self._closed_unready = Series(), Series(), Series()
+        self._tokens = Series()
 
     def add(self, message: Message, time_ns: int) -> None:
         """Take one message in, with the server's time of it."""
+        self.fates.add(message, time_ns)
         match message:
             case GroupLease(purpose="train"):
                 self._leased.add(time_ns)
@@ -119,6 +101,7 @@ class Tally:
         first_ns = self._leased.first_ns()
         before = self._step_times.get(step - 1, at if first_ns is None else first_ns)
         elapsed_s = max(1e-9, (at - before) / 1e9)
+        batch = [member.group for member in self._batches[step].groups] if step in self._batches else []
         lags = [group.lag for group in self._batches[step].groups] if step in self._batches else []
         sums = [self._rewards[group] for group in commit.groups if group in self._rewards]
         rewarded = sum(count for _, count in sums)
@@ -132,6 +115,7 @@ class Tally:
             "reward_mean": sum(total for total, _ in sums) / rewarded if rewarded else None,
             "rewarded": rewarded,
             "groups": self.groups(at),
+            **self.fates.row(batch, before if step - 1 in self._step_times else -1, at),
             "lag_mean": sum(lags) / len(lags) if lags else None,
             "lag_max": max(lags, default=None),
             "tokens_per_s": (self._tokens.at(at) - self._tokens.at(before)) / elapsed_s,

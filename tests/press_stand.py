@@ -43,6 +43,7 @@ SETTINGS = (
     "engine.kind=transformers",
     'engine.names=["e0"]',
     f"window.max_groups={WINDOW}",
+    "window.adapt=false",
     f"rollout.group_size={SIBLINGS}",
     f"admission.groups_per_batch={BATCH}",
     "admission.max_lag=4",

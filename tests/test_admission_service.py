@@ -21,9 +21,11 @@ from schemas.lease import GroupLease
 from schemas.ledger import BatchEntry, LedgerEntry
 from schemas.table import Role, Stream
 from schemas.termination import Termination
-from schemas.training import BatchDemand
+from schemas.training import BatchDemand, EvalResult
 from services.bus import Bus
 from services.config import Config, check
+from services.policy_manifest import policy_manifest
+from services.suites import resolve_suite
 
 STEPS = 5
 BATCH = 4
@@ -124,6 +126,11 @@ async def test_a_run_with_restarts_conserves_every_group_and_trains_each_once(na
         points = {item.subject.rsplit(".", 1)[-1] for item in await items(bus, Stream.TRAIN, "train.eval.*")}
         assert {"step-00000", f"step-{STEPS:05d}"} <= points
         assert len({group.group for _, group in ready}) == len(ready)
+        manifest = policy_manifest(config, resolve_suite(config.tasks.suite))
+        leases = [item.decode(GroupLease) for item in await items(bus, Stream.TASKS)]
+        results = [item.decode(EvalResult) for item in await items(bus, Stream.TRAIN, "train.eval.*")]
+        assert {lease.policy for lease in leases} == {manifest}
+        assert {one.manifest for one in (*leases, *results)} == {manifest.hash()}, "all that is made refers to one manifest"
         assert max(await open_at_every_lease(bus)) <= WINDOW
         actors.stop.set()
         await rolling

@@ -34,7 +34,7 @@ def config(nats_url: str, run_name: str) -> Config:
             "run": {"name": run_name, "max_steps": STEPS},
             "nats": {"url": nats_url, "store_bytes": 256 * 2**20},
             "tasks": {"pool": 12},
-            "window": {"max_groups": WINDOW},
+            "window": {"max_groups": WINDOW, "adapt": False},
             "rollout": {"group_size": SIBLINGS},
             "engine": {"kind": "simulated"},
             "admission": {"groups_per_batch": BATCH, "max_lag": 4, "min_rewards": 1},

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
@@ -15,8 +18,10 @@ from admission.assembly import Assembly, decide
 from admission.conservation import account
 from admission.gates import GateSettings
 from admission.losses import loss_entry
+from rollouter import window
 from rollouter.evaluation import EvalSettings
 from rollouter.sampler import Plan, SamplerSettings, SamplerState, Wait, next_action
+from rollouter.window import Cut, EngineLoad, FlowBook, WindowSettings
 from schemas.group import ReadyGroup, Sibling
 from schemas.lease import GroupLease
 from schemas.ledger import BatchEntry, BatchGroup, LedgerEntry, LostItem, QuarantineEntry
@@ -346,3 +351,176 @@ def test_a_group_that_is_lost_out_of_its_batch_is_not_replaced() -> None:
     state.lease(make_lease(2))
     state.entry(3, loss_entry("t", "g00000002", "files", 0, lost, "s"))
     assert (state.turned_away, state.promised()) == (1, 2), "one that was in no batch is"
+
+
+# -- the window that adapts
+
+
+@given(
+    batch=st.integers(1, 12),
+    max_lag=st.integers(0, 5),
+    cuts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5), st.floats(0, 1)), max_size=30),
+    ready=st.integers(0, 60),
+    waiting=st.integers(0, 90),
+)
+@settings(deadline=None)
+def test_the_window_never_leaves_its_bounds(
+    batch: int, max_lag: int, cuts: list[tuple[int, int, float]], ready: int, waiting: int
+) -> None:
+    """At most K batches ahead, whatever flows, and never less than what is generated while a batch is trained on."""
+    chosen = WindowSettings(batch=batch, max_lag=max_lag, adapt=True)
+    held = window.first(chosen)
+    for left, stale, waited in cuts:
+        held = window.after(chosen, held, Cut(left=left, stale=stale, waited=waited))
+        shown = window.now(chosen, held, ready=ready, load=EngineLoad(running=8, waiting=waiting, places=8))
+        for one in (held, shown):
+            assert min(batch, max_lag * batch) <= one.ahead <= max_lag * batch
+        assert shown.ahead <= held.ahead
+
+
+def test_each_signal_moves_the_window_and_is_named() -> None:
+    chosen = WindowSettings(batch=8, max_lag=4, adapt=True)
+    held = window.Window(16, "so far")
+    calm, load = Cut(left=0, stale=0, waited=0.0), EngineLoad()
+    assert window.after(chosen, held, calm) == held
+    assert window.after(chosen, held, Cut(left=0, stale=0, waited=0.2)) == (18, "the trainer waited for 20% of a step's time")
+    assert window.after(chosen, held, Cut(left=9, stale=0, waited=0.0)) == (14, "9 ready groups were left over")
+    assert window.after(chosen, held, Cut(left=9, stale=3, waited=0.0)) == (14, "3 groups went stale")
+    assert window.now(chosen, held, ready=15, load=load) == held
+    assert window.now(chosen, held, ready=16, load=load) == (8, "16 groups lie ready")
+    busy = EngineLoad(running=64, waiting=17, places=64)
+    assert window.now(chosen, held, ready=0, load=busy) == (8, "17 sequences wait for the engines")
+    assert window.now(chosen, held, ready=0, load=EngineLoad(running=64, waiting=16, places=64)) == held
+    fixed = WindowSettings(batch=8, max_lag=4, adapt=False)
+    assert window.first(fixed).ahead == 32
+    assert window.after(fixed, window.first(fixed), Cut(left=30, stale=5, waited=0.0)).ahead == 32
+
+
+@dataclass
+class Lived:
+    """What a closed loop in virtual time came to."""
+
+    leased: int = 0
+    stale: int = 0
+    most_ahead: int = 0
+    lags: Counter[int] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def mean_lag(self) -> float:
+        return sum(lag * n for lag, n in self.lags.items()) / sum(self.lags.values())
+
+
+def virtual_run(chosen: SamplerSettings, seed: int, *, train_s: float = 1.0, median_s: float, late_s: float) -> Lived:
+    """The real sampler's core, assembly and gates; groups that take random times, one in twenty `late_s` longer; a trainer that
+    takes `train_s` for each step; a fleet that serves each version 0.1 s after."""
+    chance, out = random.Random(seed), Lived()
+    state, assembly = SamplerState(), Assembly()
+    gates = GateSettings(max_lag=chosen.max_lag, min_rewards=1)
+    events: list[tuple[float, int, str, int]] = []
+    leased_at: dict[int, int] = {}
+    clock, count, ready_seq, ledger_seq, serving = 0.0, 0, 0, 0, 0
+
+    def push(after_s: float, kind: str, number: int) -> None:
+        nonlocal count
+        count += 1
+        heapq.heappush(events, (clock + after_s, count, kind, number))
+
+    def serve(version: int) -> None:
+        fleet = FleetVersions(run="t", target=version, incarnation=0, engines={"e": version}, oldest=version, newest=version)
+        state.active(fleet)
+
+    def now_ns() -> int:
+        return int(clock * 1e9) + 1
+
+    def demand(step: int) -> None:
+        assembly.demand(step + 1, BatchDemand(run="t", step=step, version=step, incarnation=0, groups=chosen.groups_per_batch))
+        state.demand(step + 1, now_ns())
+
+    def lease() -> None:
+        while isinstance(action := next_action(state, chosen), Plan):
+            leased_at[action.ordinal] = serving
+            state.lease(make_lease(action.ordinal, leased_at_version=serving), now_ns())
+            out.most_ahead = max(out.most_ahead, state.promised() - (serving + 1) * chosen.groups_per_batch)
+            push(median_s * chance.lognormvariate(0, 0.6) + late_s * (chance.random() < 0.05), "ready", action.ordinal)
+
+    def admit() -> None:
+        nonlocal ledger_seq
+        while entries := decide(assembly, gates):
+            for entry in entries:
+                ledger_seq += 1
+                assembly.entry(ledger_seq, entry)
+                state.entry(ledger_seq, entry, now_ns())
+                if isinstance(entry, BatchEntry):
+                    out.lags.update(member.lag for member in entry.groups)
+                    push(train_s, "committed", entry.step)
+                elif isinstance(entry, QuarantineEntry):
+                    out.stale += entry.reason == "stale"
+
+    serve(0)
+    demand(0)
+    lease()
+    while events and state.committed_steps < chosen.max_steps:
+        clock, _, kind, number = heapq.heappop(events)
+        if kind == "ready":
+            ready_seq += 1
+            group = make_ready(number, oldest=leased_at[number], newest=serving)
+            assembly.ready(ready_seq, group)
+            state.whole(ready_seq, group, now_ns())
+        elif kind == "committed":
+            state.committed_steps = number + 1
+            push(0.1, "serves", number + 1)
+            if number + 1 < chosen.max_steps:
+                demand(number + 1)
+        else:
+            serving = number
+            serve(number)
+        admit()
+        lease()
+    out.leased, out.seconds = state.leased, clock
+    return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_generation_that_outruns_training_slows_down_before_anything_ages_out(seed: int) -> None:
+    """With the fixed window the slow trainer's queue takes up all of K, and whatever takes a step longer goes stale."""
+    wide = make_settings(window=80, max_lag=4, batch=8, steps=60)
+    fixed = virtual_run(wide, seed, median_s=0.15, late_s=1.3)
+    adaptive = virtual_run(replace(wide, adapt=True), seed, median_s=0.15, late_s=1.3)
+    assert fixed.stale > 0.03 * fixed.leased, "the test wants a run in which the fixed window loses groups"
+    assert adaptive.stale <= 0.01 * adaptive.leased
+    assert adaptive.mean_lag() < fixed.mean_lag() / 2
+    assert adaptive.seconds < 1.06 * fixed.seconds, "the trainer is hardly kept waiting for it"
+
+
+def test_a_fast_trainer_gets_the_whole_bound() -> None:
+    """Where training outruns generation the window opens up to K batches, and no further."""
+    wide = make_settings(window=80, max_lag=3, batch=8, steps=60)
+    adaptive = virtual_run(replace(wide, adapt=True), 0, train_s=0.05, median_s=0.6, late_s=0.0)
+    assert adaptive.most_ahead == 3 * 8
+
+
+def test_a_sampler_that_starts_again_has_the_same_window() -> None:
+    """The window follows from what the logs say, in whatever order they are read, and what comes late changes nothing."""
+    logs: list[Callable[[FlowBook], None]] = []
+    for step in range(6):
+        names = tuple(f"g{n:08d}" for n in range(4 * step, 4 * step + 4))
+        for name in names:
+            logs.append(lambda book, name=name, at=10 * step: book.ready(name, at))
+        logs.append(lambda book, step=step: book.demanded(step + 1, 10 * step + 5))
+    batches: list[Callable[[FlowBook], None]] = [
+        lambda book, step=step: book.batch(
+            step + 1, 10 * step + 12, tuple(f"g{n:08d}" for n in range(3 * step, 3 * step + 3)), step + 1
+        )
+        for step in range(6)
+    ]
+    chosen, load, seen = WindowSettings(batch=3, max_lag=4, adapt=True), EngineLoad(), set()
+    for order in (logs + batches, batches + logs, [*logs[::-1], *batches]):
+        book = FlowBook()
+        for tell in order:
+            tell(book)
+        before = book.window(chosen, load), book.depth()
+        for tell in logs:
+            tell(book)
+        assert (book.window(chosen, load), book.depth()) == before, "what is told again of closed groups is nothing"
+        seen.add(before)
+    assert len(seen) == 1

@@ -28,9 +28,10 @@ from schemas.group import ReadyGroup
 from schemas.health import Heartbeat, Wait
 from schemas.lease import GroupLease
 from schemas.ledger import AbandonEntry, AbandonReason, BatchEntry, BatchGroup, QuarantineEntry, QuarantineReason
+from schemas.manifest import PolicyManifest
 from schemas.message import Message
 from schemas.ownership import Owner
-from schemas.policy import ApplyOrder, EngineState, FleetVersions, PolicyManifest, WeightsManifest
+from schemas.policy import ApplyOrder, EngineState, FleetVersions, WeightsManifest
 from schemas.sandbox import SandboxAttach, SandboxCleanup, SandboxReset, SandboxResult, SandboxRun, SandboxSeal
 from schemas.training import BatchDemand, EvalResult, ObjectRef, SplitScore
 from schemas.trajectory import Episode, SamplingConfig, StateRef, TurnEffect, TurnRecord, VersionSpan
