@@ -5,9 +5,9 @@ in, a new `Fleet` and orders go out; no clock, no I/O. Rules, in this order:
 
 1. An engine is ordered only forward (by incarnation, then version), and always straight to the newest target.
 2. At most `max_unavailable` engines that had been serving are out at a time. Newcomers never served and do not count.
-3. A failed engine is already out: it is ordered at once, from the anchor, and counts until it is back or passed over.
+3. A failed engine is ordered at once, from the anchor, and counts as out until it is back or passed over.
 4. Whoever misses its deadline, or fails too often, is wedged: named, passed over, and no longer waited for or counted. A late
-   confirmation or a restart brings it back.
+   confirmation or a restart brings it back, and who failed gets one more try with each new version.
 5. Among those that may go: the oldest weights first (else a busy engine starves under quick versions), then the least load.
 6. An engine that claims the target's version with other bits does not serve: it is emptied and rebuilt.
 """
@@ -110,12 +110,25 @@ def published(fleet: Fleet, target: Weights) -> Fleet:
         if _at(target) == _at(now) and target.digest != now.digest:
             raise VersionReused(f"{target} is already published with digest {now.digest[:12]}")
         return fleet
-    return replace(fleet, target=target)
+    again = {
+        name: replace(e, phase=Phase.FAILED, failures=e.failures - 1)
+        for name, e in fleet.engines.items()
+        if e.phase is Phase.WEDGED and e.ordered is None  # it failed, it is not silent
+    }
+    return replace(fleet, target=target, engines=MappingProxyType({**fleet.engines, **again}))
 
 
 def joined(fleet: Fleet, engine: str, held: Weights | None, now_s: float, load: float = 0.0) -> Fleet:
     """An engine appeared or restarted, with verified weights or none. Whatever was ordered before is void."""
     return fleet._with(Engine(engine, Phase.EMPTY if held is None else Phase.SERVING, held, now_s, load=load))
+
+
+def adopted(fleet: Fleet, engine: str, held: Weights | None, now_s: float, load: float = 0.0) -> Fleet:
+    """An engine that had been serving is out on an order of an owner before us: it counts, and goes first.
+
+    What it held is where its way begins, also when it has gone on along it by the time that the new order arrives.
+    """
+    return fleet._with(Engine(engine, Phase.EMPTY, held, now_s, load=load, capacity=True))
 
 
 def left(fleet: Fleet, engine: str) -> Fleet:
@@ -178,7 +191,7 @@ def advance(fleet: Fleet, policy: Policy, now_s: float) -> tuple[Fleet, tuple[Or
             room -= 1
         elif not (engine.phase is Phase.EMPTY or (engine.phase is Phase.FAILED and now_s >= _retry_at(engine, policy))):
             continue
-        order = Order(engine.name, fleet.target, engine.phase is not Phase.SERVING)
+        order = Order(engine.name, fleet.target, engine.phase is Phase.FAILED or engine.held is None)
         orders.append(order)
         capacity = engine.phase is Phase.SERVING or engine.capacity
         fleet = fleet._with(
@@ -196,7 +209,7 @@ def advance(fleet: Fleet, policy: Policy, now_s: float) -> tuple[Fleet, tuple[Or
 
 def unavailable(fleet: Fleet) -> int:
     """Engines out of rotation that had been serving and are still waited for."""
-    return sum(e.capacity and e.phase in (Phase.APPLYING, Phase.FAILED) for e in fleet.engines.values())
+    return sum(e.capacity and e.phase in (Phase.APPLYING, Phase.FAILED, Phase.EMPTY) for e in fleet.engines.values())
 
 
 def settled(fleet: Fleet) -> bool:

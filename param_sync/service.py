@@ -10,7 +10,7 @@ import structlog
 from param_sync import rollout_plan as plan
 from param_sync.chain import BrokenChain, Need, Weights
 from param_sync.published import Published, weights_of
-from schemas.policy import ApplyOrder, EngineState, FleetVersions
+from schemas.policy import ApplyOrder, EngineState, FleetVersions, WeightsManifest
 from schemas.table import Stream
 from schemas.training import StepCommit
 from services.bus import Item
@@ -19,12 +19,15 @@ from services.dead_letters import pass_over
 from services.ownership import Ownership, owned
 from services.pull import Damaged
 from services.runtime import ServiceContext
+from services.standing_wait import StandingWait
 from services.tracing import span
 
 log = structlog.get_logger()
 _GONE_AFTER_S = 15.0
 _LOOK_AGAIN_S = 5.0
 _ANCHOR_AFTER = 2  # failures of an engine in a row: from what it held, then from an anchor that was there
+_COUNTED = (plan.Phase.SERVING, plan.Phase.APPLYING)
+_EVERYONE = 2**31  # more engines than there can be
 
 
 async def serve(context: ServiceContext) -> None:
@@ -57,15 +60,19 @@ class Synchronizer:
         self._ownership = ownership
         self._bus = context.bus
         settings = context.config.param_sync
-        self._limits = plan.Policy(max_unavailable=settings.max_unavailable, apply_deadline_s=settings.apply_timeout_s)
+        out = _EVERYONE if settings.max_unavailable == "all" else settings.max_unavailable
+        self._limits = plan.Policy(max_unavailable=out, apply_deadline_s=settings.apply_timeout_s)
         self._chain = Published(context.bus, context.config, ownership)
         self._fleet = plan.Fleet()
         self._seen: dict[str, float] = {}
+        self._serving: set[str] = set()  # by their own word
         self._orders: dict[str, str] = {}
         self._order_count = 0
         self._announced: tuple[object, ...] = ()
         self._told = ""  # digest of the vector that we announced last
         self._looked_s = 0.0
+        self._passed_over: set[str] = set()
+        self._waits: dict[str, StandingWait] = {}
         self._changed = asyncio.Event()
 
     async def restore(self) -> None:
@@ -111,15 +118,19 @@ class Synchronizer:
 
     def _observe(self, state: EngineState, now: float) -> None:
         self._seen[state.engine] = now
+        (self._serving.add if state.phase in ("serving", "applying") else self._serving.discard)(state.engine)
         known = self._fleet.engines.get(state.engine)
         held = Weights(state.incarnation, state.version, state.digest) if state.version >= 0 and state.digest else None
         if state.phase == "draining":
             self._fleet = plan.left(self._fleet, state.engine)
+        elif known is None and state.version >= 0 and state.phase in ("applying", "failed"):
+            self._fleet = plan.adopted(self._fleet, state.engine, held, now, state.running)
         elif known is None or (held is None and known.held is not None and state.phase == "starting"):
             self._fleet = plan.joined(self._fleet, state.engine, held if state.phase == "serving" else None, now, state.running)
         else:
             ours = bool(state.order_id) and state.order_id == self._orders.get(state.engine)
-            if state.phase == "failed" and ours and known.ordered is not None:
+            given_up = state.phase == "failed" or (state.phase == "serving" and state.error != "")  # it may serve on as it was
+            if given_up and ours and known.ordered is not None:
                 log.warning("engine failed", engine=state.engine, error=state.error)
                 self._fleet = plan.failed(self._fleet, state.engine, known.ordered, state.error, now)
             elif state.phase == "serving" and held is not None:
@@ -151,14 +162,8 @@ class Synchronizer:
 
     async def _order(self, order: plan.Order) -> None:
         engine = self._fleet.engines[order.engine]
-        try:
-            held = None if order.from_anchor else engine.held
-            failed_before = engine.failures >= _ANCHOR_AFTER
-            links = (
-                await self._chain.anchor_instead(order.target, held) if failed_before else self._chain.way(order.target, held)
-            )
-        except BrokenChain as error:
-            log.error("no way to the target", engine=order.engine, error=str(error))
+        links = await self._links(order, engine)
+        if links is None:
             return
         await self._ownership.confirm()
         self._order_count += 1
@@ -172,10 +177,27 @@ class Synchronizer:
             digest=order.target.digest,
             links=links,
             mode=settings.mode,
+            grace_s=settings.grace_s,
             deadline_ns=time.time_ns() + int(settings.apply_timeout_s * 1e9),
         )
         self._orders[order.engine] = message.order_id
         await self._bus.publish(self._bus.subjects.apply(order.engine), message)
+
+    async def _links(self, order: plan.Order, engine: plan.Engine) -> tuple[WeightsManifest, ...] | None:
+        """The way to the target; None when there is none, and the order counts as failed. What did not lead there twice, or
+        leads nowhere, is left aside for a new anchor."""
+        held = None if order.from_anchor else engine.held
+        try:
+            if engine.failures < _ANCHOR_AFTER:
+                try:
+                    return self._chain.way(order.target, held)
+                except BrokenChain as error:
+                    log.warning("no way along the chain", engine=order.engine, error=str(error))
+            return await self._chain.anchor_instead(order.target, held)
+        except BrokenChain as error:
+            log.error("no way to the target", engine=order.engine, error=str(error))
+            self._fleet = plan.failed(self._fleet, order.engine, order.target, str(error), time.monotonic())
+        return None
 
     async def _look_again(self, now: float) -> None:
         """An owner before us may have had a vector on its way all the time, and it came after ours: tell ours again."""
@@ -188,12 +210,13 @@ class Synchronizer:
             self._announced = ()
 
     async def _announce(self) -> None:
-        """Tell which version every engine serves; one on a dead branch counts as serving none, until it has moved."""
+        """Tell which version every engine serves. One on a dead branch counts as serving none until it has moved, so does one
+        that is passed over; one that failed to bring new weights as far as its own counts with the old ones."""
         counted = {
             name: engine.held
             for name, engine in self._fleet.engines.items()
             if engine.held is not None
-            and engine.phase in (plan.Phase.SERVING, plan.Phase.APPLYING)
+            and (engine.phase in _COUNTED or (engine.phase is plan.Phase.FAILED and name in self._serving))
             and self._chain.line.on_line(engine.held.incarnation, engine.held.version)
         }
         engines = {name: -1 if name not in counted else counted[name].version for name in sorted(self._fleet.engines)}
@@ -213,8 +236,17 @@ class Synchronizer:
             self._announced = key
 
     def _name_waits(self) -> None:
-        late = plan.culprits(self._fleet, self._limits)
-        self._context.health.set("engines_out", len(late))
-        for culprit in late:
-            if culprit.phase is plan.Phase.WEDGED and culprit.since_s > time.monotonic() - 0.6:
-                log.warning("engine passed over", engine=culprit.engine, reason=culprit.reason)
+        """Who is out, since when, and until when it is waited for; whoever is passed over is named once."""
+        out = {culprit.engine: culprit for culprit in plan.culprits(self._fleet, self._limits)}
+        passed_over = {name for name, culprit in out.items() if culprit.phase is plan.Phase.WEDGED}
+        self._context.health.set("engines_out", len(out))
+        self._context.health.set("engines_passed_over", len(passed_over))
+        for name in passed_over - self._passed_over:
+            log.warning("engine passed over", engine=name, reason=out[name].reason)
+        self._passed_over = passed_over
+        for name in (out.keys() | self._waits.keys()) - passed_over:
+            wait = self._waits.setdefault(name, StandingWait(self._context.health, self._limits.apply_deadline_s))
+            if name in out:
+                wait.on(f"weights {self._fleet.target} on", f"engine {name}", "it is passed over")
+        for name in [name for name in self._waits if name not in out or name in passed_over]:
+            self._waits.pop(name).over()

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollouter.agent import Acted, Agent, PastTurn, Played, Turn
 from rollouter.chat import observation_text
-from rollouter.generation import Conversation, Generation
+from rollouter.generation import Conversation, Generation, WeightsReplaced
 from rollouter.journal import AttemptName, Journal, command_id
 from rollouter.rows import Ids, Row, Sampled
 from rollouter.sandbox_client import Sandbox, Sandboxes, SandboxLost
@@ -45,16 +45,24 @@ class Stage:
     context_tokens: int
     observation_chars: int
     rollouter: str
+    one_version: bool = False  # in-flight mode `restart`: all tokens of an episode are of one version
 
 
 async def play_attempt(
-    stage: Stage, agent: Agent, name: AttemptName, task: Task, journal: Journal, past: PastAttempt | None
+    stage: Stage,
+    agent: Agent,
+    name: AttemptName,
+    task: Task,
+    journal: Journal,
+    past: PastAttempt | None,
+    *,
+    restarts: bool = False,
 ) -> Episode:
     """Play one attempt, from its beginning or after what the journal holds of it, and give its sealed trajectory.
 
     Consumes: tokens and sandbox results. Produces: the attempt's records. On an error or a cancellation the sandbox stays where
     it is if the journal names it: whoever goes on decides about it. Raises `SandboxLost` and `GenerationFailed` (worth another
-    attempt), `AttemptTaken` (another process holds the slot), or `EpisodeBroken`.
+    attempt), `AttemptTaken` (another process holds the slot), `EpisodeBroken`, or with `restarts` `WeightsReplaced`.
     """
     foreign = [tool.name for tool in task.tools if tool.name != SHELL_TOOL]
     if foreign:
@@ -67,7 +75,8 @@ async def play_attempt(
         else:
             box = await rejoin(stage, past)
             journal.rejoin(box)
-        played = await agent.play(SandboxSeat(stage, name, task, box, journal, () if past is None else past.turns))
+        turns = () if past is None else past.turns
+        played = await agent.play(SandboxSeat(stage, name, task, box, journal, turns, restarts))
         if played.last is not None and played.last.lane and not (past is not None and past.played):
             await journal.played(played.last)
         await journal.confirm()
@@ -105,7 +114,14 @@ class SandboxSeat:
     """The seat of one attempt; see `rollouter.agent.Seat`."""
 
     def __init__(
-        self, stage: Stage, name: AttemptName, task: Task, box: Sandbox, journal: Journal, past: tuple[PastTurn, ...]
+        self,
+        stage: Stage,
+        name: AttemptName,
+        task: Task,
+        box: Sandbox,
+        journal: Journal,
+        past: tuple[PastTurn, ...],
+        restarts: bool = False,
     ) -> None:
         self.task = task
         self.context_tokens = stage.context_tokens
@@ -114,7 +130,10 @@ class SandboxSeat:
         self._box = box
         self._journal = journal
         self._past = past
-        self._who = Conversation(session=name.session(), group=name.lease.group, name=str(name))
+        self._restarts = restarts
+        self._versions = {(span.version, span.incarnation) for turn in past for span in turn.sampled.versions}
+        self._tokens = sum(int(turn.sampled.ids.size) for turn in past)
+        self._who = Conversation(session=name.session(), group=name.lease.group, name=str(name), restarts=restarts)
         self._sampling = SamplingConfig()
 
     def past(self, turn: int) -> PastTurn | None:
@@ -122,7 +141,16 @@ class SandboxSeat:
 
     async def sample(self, turn: int, prompt: Ids, max_tokens: int) -> Sampled:
         self._sampling = turn_sampling(self._name, turn, max_tokens, self._stage.stop_token_ids)
-        return await self._stage.generation.sample(self._who, prompt, self._sampling)
+        try:
+            sampled = await self._stage.generation.sample(self._who, prompt, self._sampling)
+            self._tokens += int(sampled.ids.size)
+            self._versions |= {(span.version, span.incarnation) for span in sampled.versions}
+            if self._restarts and len(self._versions) > 1:
+                raise WeightsReplaced(f"{self._name} has turns of versions {sorted(self._versions)}")
+        except WeightsReplaced:
+            self._stage.generation.wasted(self._tokens)
+            raise
+        return sampled
 
     async def record(self, turn: Turn) -> None:
         runs = isinstance(turn.action, ToolCall) and command_of(turn.action) is not None

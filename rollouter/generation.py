@@ -21,6 +21,7 @@ from services.health import Health
 log = structlog.get_logger()
 MAX_ISSUES = 8  # times that one turn is issued before its slot is given up
 ENGINE_WAIT_S = 900.0
+RESTART = "restart"  # why an engine cancelled a turn, where the in-flight mode is to play its episode anew
 _PAUSE_S = 0.2
 _ABORT_S = 3.0
 
@@ -29,13 +30,21 @@ class GenerationFailed(Exception):
     """No engine delivered this turn; the slot is an infrastructure abort."""
 
 
+class WeightsReplaced(Exception):
+    """The policy changed under an episode whose tokens are to be of one version: its attempt begins anew."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Whose turns these are: `session` keeps an engine's prefix, `group` is what siblings share, `name` is for people."""
+    """Whose turns these are: `session` keeps an engine's prefix, `group` is what siblings share, `name` is for people.
+
+    `restarts`: a turn that is cancelled with in-flight mode `restart` ends the attempt; else it is only issued again.
+    """
 
     session: str
     group: str
     name: str
+    restarts: bool = False
 
 
 class Generation:
@@ -62,7 +71,7 @@ class Generation:
             group.create_task(self.fleet.watch(stop))
 
     async def sample(self, who: Conversation, prompt: Ids, sampling: SamplingConfig) -> Sampled:
-        """The next turn after `prompt` (int32 [P]). Raises `GenerationFailed`."""
+        """The next turn after `prompt` (int32 [P]). Raises `GenerationFailed` or `WeightsReplaced`."""
         avoid: frozenset[str] = frozenset()
         reasons: list[str] = []
         for issue in range(MAX_ISSUES):
@@ -83,6 +92,11 @@ class Generation:
                 avoid = frozenset({engine})
                 await asyncio.sleep(_PAUSE_S * (issue + 1))
         raise GenerationFailed(f"{MAX_ISSUES} issues failed; {'; '.join(reasons[-3:])}")
+
+    def wasted(self, tokens: int) -> None:
+        """Turns that were kept so far are thrown away after all."""
+        self._health.count("tokens_kept", -tokens)
+        self._health.count("tokens_wasted", tokens)
 
     async def _issue(self, engine: str, who: Conversation, prompt: Ids, sampling: SamplingConfig) -> Sampled:
         request = GenerateRequest(
@@ -112,7 +126,15 @@ class Generation:
             del self._issued[request.request_id]
             if not settled:
                 await self._abort(engine, request.request_id)
-        return sampled_of(result)
+        wasted = result.discarded_tokens
+        if result.status != "ok" and result.sampled_ids is not None:
+            wasted += result.sampled_ids.shape[0]
+        self._health.count("tokens_wasted", wasted)
+        if result.stop_reason == RESTART and result.status == "aborted" and who.restarts:
+            raise WeightsReplaced(f"{engine} changed its weights under {who.name}")
+        sampled = sampled_of(result)
+        self._health.count("tokens_kept", sampled.ids.shape[0])
+        return sampled
 
     async def _abort(self, engine: str, request_id: str) -> None:
         """A courtesy that spares the engine work; the answer would be ignored anyway, so it may fail."""

@@ -13,7 +13,7 @@ import structlog
 from rollouter.agent import Agent
 from rollouter.claims import Claims, NotClaimed, PastClaims
 from rollouter.episode import EpisodeBroken, Stage, aborted_episode, play_attempt
-from rollouter.generation import GenerationFailed
+from rollouter.generation import GenerationFailed, WeightsReplaced
 from rollouter.journal import AttemptName, AttemptTaken, Holder, Journal, SlotLog
 from rollouter.sandbox_client import SandboxLost
 from rollouter.takeover import PastAttempt, SlotHistory, histories
@@ -30,6 +30,7 @@ from services.tracing import span
 
 log = structlog.get_logger()
 MAX_TAKEOVERS = 5  # holders that a group may lose; then it counts as poisonous
+MAX_RESTARTS = 4  # of one slot for changes of weights; the next attempt goes on across them, its tokens labelled
 SUSPECT_AFTER = 2  # lost holders after which a group is played without another such beside it
 _SHUT_OUT_TRIES = 8  # a holder that still appends can win so often at most, since a turn takes longer than a read
 _ALONE_S = 3600.0
@@ -64,6 +65,7 @@ class Slot:
     attempt: int = 0
     past: PastAttempt | None = None
     aborts: int = 0  # retries that are used up
+    restarts: int = 0  # attempts that changes of weights ended
 
 
 class Groups:
@@ -180,7 +182,7 @@ class Groups:
             attempt += 1
         for box in history.left_sandboxes():
             await self._stage.sandboxes.discard(box.name, box.executor)
-        return Slot(number=number, log=slot_log, attempt=attempt, past=past, aborts=history.aborts)
+        return Slot(number=number, log=slot_log, attempt=attempt, past=past, aborts=history.aborts, restarts=history.restarts)
 
     async def _missing_slots(self, lease: GroupLease) -> list[int]:
         sealed = await asyncio.gather(*(self._is_sealed(lease, slot) for slot in range(lease.group_size)))
@@ -208,28 +210,30 @@ class Groups:
 
     async def _seal_slot(self, lease: GroupLease, slot: Slot) -> None:
         started_ns = time.time_ns()
-        attempt, past, retries_left = slot.attempt, slot.past, lease.slot_retries - slot.aborts
+        attempt, past, retries_left, restarts = slot.attempt, slot.past, lease.slot_retries - slot.aborts, slot.restarts
         name = AttemptName(lease=lease, slot=slot.number, attempt=attempt)
         episode = aborted_episode(name, Termination.INFRA_ABORT, self._stage.rollouter, started_ns)
         while retries_left >= 0:
             name = AttemptName(lease=lease, slot=slot.number, attempt=attempt)
             try:
-                episode = await self._attempt(name, slot.log, past)
+                episode = await self._attempt(name, slot.log, past, self._stage.one_version and restarts < MAX_RESTARTS)
                 break
             except AttemptFailed as failure:
                 termination = _TERMINATIONS.get(failure.reason, Termination.INFRA_ABORT)
                 episode = aborted_episode(name, termination, self._stage.rollouter, started_ns)
-                if failure.reason != "infra_abort":
+                if failure.reason not in ("infra_abort", "restarted"):
                     break
-            attempt, past, retries_left = attempt + 1, None, retries_left - 1
+                restarts += failure.reason == "restarted"
+                retries_left -= failure.reason == "infra_abort"
+            attempt, past = attempt + 1, None
         await self._publish(episode)
 
-    async def _attempt(self, name: AttemptName, slot_log: SlotLog, past: PastAttempt | None) -> Episode:
+    async def _attempt(self, name: AttemptName, slot_log: SlotLog, past: PastAttempt | None, restarts: bool) -> Episode:
         """One attempt. Raises `AttemptFailed` once the journal says that it was given up, and `AttemptTaken`."""
         journal = Journal(slot_log, name)
         try:
             with span("episode", None, group=name.lease.group, slot=name.slot, attempt=name.attempt):
-                return await self._play_attempt(name, journal, past)
+                return await self._play_attempt(name, journal, past, restarts)
         except (AttemptTaken, BusError):
             raise
         except Exception as error:  # suites, templates and agents are foreign code: one bad sample ends alone
@@ -243,21 +247,24 @@ class Groups:
             if journal.box is not None and not journal.named:  # nobody else knows of it
                 await self._stage.sandboxes.discard(journal.box.name, journal.box.executor)
 
-    async def _play_attempt(self, name: AttemptName, journal: Journal, past: PastAttempt | None) -> Episode:
+    async def _play_attempt(self, name: AttemptName, journal: Journal, past: PastAttempt | None, restarts: bool) -> Episode:
         if name.lease.manifest != self._manifest:
             raise OtherBehaviour(f"lease of behaviour {name.lease.manifest}, and this rollouter's is {self._manifest}")
         task = self._suite.task(name.lease.task_id)
-        return await play_attempt(self._stage, self._agent_for(task), name, task, journal, past)
+        return await play_attempt(self._stage, self._agent_for(task), name, task, journal, past, restarts=restarts)
 
     def _reason_of(self, name: AttemptName, error: Exception) -> AttemptReason:
         reason: AttemptReason = "broken"
         if isinstance(error, SandboxLost | GenerationFailed):
             reason = "infra_abort"
+        elif isinstance(error, WeightsReplaced):
+            reason = "restarted"
         elif isinstance(error, OtherBehaviour):
             reason = "cancelled"
         foreign = reason == "broken" and not isinstance(error, EpisodeBroken)
         self._health.count("infra_aborts" if reason == "infra_abort" else f"{reason}_episodes")
-        log.warning(
+        say = log.info if reason == "restarted" else log.warning
+        say(
             "attempt given up",
             group=name.lease.group,
             slot=name.slot,

@@ -84,6 +84,7 @@ class Rollouter:
             context_tokens=config.policy.max_context_tokens,
             observation_chars=config.rollout.observation_chars,
             rollouter=requester,
+            one_version=config.param_sync.mode == "restart",
         )
         self._groups = Groups(stage, suite, manifest, self._agent_for, context.health)
 

@@ -98,6 +98,11 @@ class SlotHistory:
         """Retries that are used up."""
         return sum(a.ended is not None and a.ended.reason == "infra_abort" for a in self.attempts.values())
 
+    @property
+    def restarts(self) -> int:
+        """Attempts that were given up because the weights changed under them."""
+        return sum(a.ended is not None and a.ended.reason == "restarted" for a in self.attempts.values())
+
     def left_sandboxes(self) -> list[Sandbox]:
         """Sandboxes of attempts that nobody continues, as far as they are known; their removal may have been missed."""
         going_on = self.continuable()

@@ -13,7 +13,7 @@ from typing import Literal
 from schemas.message import Message
 from schemas.trajectory import TurnEffect
 
-AttemptReason = Literal["infra_abort", "broken", "cancelled", "orphaned", "poison"]
+AttemptReason = Literal["infra_abort", "broken", "cancelled", "orphaned", "poison", "restarted"]
 
 
 class GroupClaim(Message, frozen=True, kw_only=True, tag="group_claim"):
@@ -82,6 +82,7 @@ class AttemptEnded(Message, frozen=True, kw_only=True, tag="attempt_ended"):
     """An attempt that nobody will continue, and why; the next one has the next number. Its sandbox may be removed.
 
     `infra_abort` uses up one of the slot's retries. `orphaned` does not: its holder was lost before it could be continued.
+    Nor does `restarted`: the weights changed under it, and the run's mode is to play it anew.
     """
 
     run: str

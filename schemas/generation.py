@@ -46,6 +46,7 @@ class GenerateResult(Message, frozen=True, kw_only=True, tag="generated"):
     finish_reason: str = ""  # stop | length | abort
     stop_reason: str = ""
     cached_prompt_tokens: int = 0
+    discarded_tokens: int = 0  # sampled before under weights that were replaced, and thrown away
     error: str = ""
     queued_ns: int = 0
     started_ns: int = 0

@@ -15,7 +15,7 @@ import msgspec
 from schemas.message import Message
 from schemas.training import ObjectRef
 
-InFlightMode = Literal["finish_old", "continue_keep", "continue_recompute"]
+InFlightMode = Literal["finish_old", "continue_keep", "continue_recompute", "regenerate", "restart"]
 EnginePhase = Literal["starting", "serving", "applying", "failed", "draining"]
 
 
@@ -44,6 +44,7 @@ class ApplyOrder(Message, frozen=True, kw_only=True, tag="apply"):
     digest: str
     links: tuple[WeightsManifest, ...]
     mode: InFlightMode
+    grace_s: float = 0.0  # `regenerate`: what ends within it does so under the old weights
     deadline_ns: int
 
 
@@ -62,7 +63,11 @@ class EngineState(Message, frozen=True, kw_only=True, tag="engine_state"):
     max_running: int = 0
     order_id: str = ""
     error: str = ""
-    paused_s: float = 0.0  # of the last apply
+    paused_s: float = 0.0  # how long new generations waited for the last change of weights
+    frozen_s: float = 0.0  # of that, nothing was sampled at all
+    paused_total_s: float = 0.0  # of all changes since start
+    weight_path: str = ""  # "changed elements", or "whole tensors: <why>"
+    discarded_tokens: int = 0  # sampled, and thrown away for a change of weights, since start
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
     generated_tokens: int = 0

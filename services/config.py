@@ -115,6 +115,12 @@ class Engine(_Section):
     max_running: int = Field(64, ge=1, description="Generations that one engine runs at a time")
     cpu_threads: int = Field(1, ge=1, description="Compute threads of one engine on CPU")
     cpu_list: str = Field("", description="Cores of the engines, by engine, separated by `;`, e.g. `0;1`; empty: not pinned")
+    audit_every: int = Field(
+        8, ge=0, description="Weight changes after which all weights are read back again, while serving; 0: never"
+    )
+    simulated: dict[str, Any] = Field(
+        default_factory=dict, description="The simulated engine's service model, for load tests: step_s, mean_tokens, …"
+    )
     vllm: dict[str, Any] = Field(
         default_factory=dict, description="Passed through to vLLM: tensor_parallel_size, kv_cache_dtype, …"
     )
@@ -199,10 +205,15 @@ class Trainer(_Section):
 class ParamSync(_Section):
     """Publication of weights."""
 
-    mode: Literal["finish_old", "continue_keep", "continue_recompute"] = Field(
-        "continue_keep", description="In-flight generations"
+    mode: Literal["finish_old", "continue_keep", "continue_recompute", "regenerate", "restart"] = Field(
+        "continue_keep",
+        description="Generations in flight: end under the old weights, go on under the new ones with their KV kept or "
+        "recomputed, start their turn over if they outlast the grace, or start their episode over",
     )
-    max_unavailable: int = Field(1, ge=1, description="Engines that may leave service at a time")
+    grace_s: float = Field(5.0, ge=0, description="regenerate: seconds in which a generation may still end as it began")
+    max_unavailable: int | Literal["all"] = Field(
+        1, description="Engines that may leave service at a time; `all` pauses the fleet for each version"
+    )
     anchor_every: int = Field(20, ge=1, description="Versions between full snapshots")
     keep_anchors: int = Field(
         3,
@@ -285,6 +296,8 @@ class Config(_Section):
                 raise ValueError(
                     f"fencing.{field}: {ttl_s:g} leaves no room for two renewals of {self.fencing.renew_s:g} s; raise it"
                 )
+        if self.param_sync.max_unavailable != "all" and self.param_sync.max_unavailable < 1:
+            raise ValueError(f"param_sync.max_unavailable: {self.param_sync.max_unavailable} lets no engine change; at least 1")
         for field, names in (("engine.names", self.engine.names), ("sandbox.names", self.sandbox.names)):
             if len(set(names)) != len(names):
                 raise ValueError(f"{field}: {list(names)} names one service twice; give each its own name")

@@ -70,7 +70,10 @@ async def show(config: Config, folder: Path | None = None) -> int:
     console.print(services_table(beats, now_ns, 4 * config.telemetry.heartbeat_s))
     console.print(engines_table([state for state in latest if isinstance(state, EngineState)], now_ns))
     if fleet is not None:
-        console.print(f"target version {fleet.target}, engines serve {fleet.oldest} to {fleet.newest}", soft_wrap=True)
+        vector = " ".join(f"{name}:{version}" for name, version in sorted(fleet.engines.items()))
+        console.print(
+            f"target version {fleet.target}, engines serve {fleet.oldest} to {fleet.newest} ({vector})", soft_wrap=True
+        )
     console.print(f"groups: {groups_line(tally)}", soft_wrap=True)
     absent = missing({role for role, _ in instances(config)}, beats, now_ns, 4 * config.telemetry.heartbeat_s)
     for line in [*absent, *rooms, *alarms(beats, bus.alarms), *(f"alarm: {hole}" for hole in shorter)]:
@@ -182,12 +185,31 @@ def services_table(beats: Sequence[Heartbeat], now_ns: int, silent_after_s: floa
 
 def engines_table(states: Sequence[EngineState], now_ns: int) -> Table:
     table = Table(
-        "engine", "phase", "version", "running", "waiting", "generator", "error", title="engines", title_justify="left"
+        "engine",
+        "phase",
+        "version",
+        "running",
+        "waiting",
+        "paused",
+        "weights come as",
+        "generator",
+        "error",
+        title="engines",
+        title_justify="left",
     )
     for state in sorted(states, key=lambda state: state.engine):
         running = f"{state.running}/{state.max_running}"
+        paused = f"{state.paused_s * 1e3:.0f} ms, all {seconds(state.paused_total_s)}"
         table.add_row(
-            state.engine, state.phase, str(state.version), running, str(state.waiting), state.generator, state.error or "-"
+            state.engine,
+            state.phase,
+            str(state.version),
+            running,
+            str(state.waiting),
+            paused,
+            state.weight_path or "-",
+            state.generator,
+            state.error or "-",
         )
     return table
 

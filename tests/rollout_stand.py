@@ -45,7 +45,8 @@ RENDERER = ChatRenderer(Path("examples/terminal/model"))
 TASKS = suite.task_ids("train")
 END = RENDERER.token_id("<|end|>")
 ASSISTANT = RENDERER.token_id("<|assistant|>")
-# Tokens; or `refused`, `error`, `aborted` or `damaged` for an answer without usable tokens; or None for no answer at all.
+# Tokens; or `refused`, `error`, `aborted`, `cut` (for new weights) or
+# `damaged` for an answer without usable tokens; or None for no answer at all.
 Words = Sequence[int] | str | None
 Speech = Callable[["Ask"], Words | Awaitable[Words]]
 
@@ -85,6 +86,7 @@ class ScriptedEngine:
     speech: Speech
     phase: EnginePhase = "serving"
     version: int = 3
+    mixed: bool = True  # the version changes within each turn
     mute: bool = False  # sends no heartbeats, as after a crash
     answered: dict[str, list[GenerateResult]] = field(default_factory=dict)  # session -> results in order
     asked: list[GenerateRequest] = field(default_factory=list)
@@ -139,6 +141,9 @@ class ScriptedEngine:
         if status == "damaged":
             result = self._result(request, [1, 2, END], 0)
             return msgspec.structs.replace(result, logprobs=Array.of(np.full(3, np.nan, dtype=np.float32)))
+        if status == "cut":
+            result = self._result(request, [1, 2, END], 0)
+            return msgspec.structs.replace(result, status="aborted", finish_reason="abort", stop_reason="restart")
         return GenerateResult(
             request_id=request.request_id, engine=self.name, generator="scripted", status=status, error="scripted"
         )  # type: ignore[arg-type]
@@ -148,7 +153,7 @@ class ScriptedEngine:
         ids = list(words)[: request.sampling.max_tokens]
         size = len(ids)
         logprobs = -np.linspace(0.01, 1.0, size, dtype=np.float32) - turn
-        cut = size // 2
+        cut = size // 2 if self.mixed else size
         spans = [VersionSpan(0, cut, self.version), VersionSpan(cut, size, self.version + 1)]
         return GenerateResult(
             request_id=request.request_id,

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -21,18 +22,22 @@ import transformers
 
 from param_sync.patch.digest import state_digest, tensor_digest
 from schemas.trajectory import SamplingConfig
+from services.engine.changes import TensorChange
 from services.engine.checkpoint_files import tensors_of
 from services.engine.protocol import (
+    AppliedWeights,
     CheckpointTensor,
     Engine,
     Generation,
     Mode,
     RequestRefused,
+    StagingFailed,
     Unserviceable,
     WeightsRejected,
     WeightUpdate,
 )
 from services.engine.registry import create_engine, vllm_available
+from services.engine.staging import staged, staging_file
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
@@ -125,21 +130,50 @@ class Served:
             out[name] = (moved.view(torch.int16).numpy().view(np.uint16), shape)
         return out
 
-    def update(self, tensors: Weights, digest: str = "") -> WeightUpdate:
-        """An update that carries `tensors`; its digest is that of the result, unless told otherwise."""
+    def update(self, tensors: Weights, digest: str = "", elements: bool = False) -> WeightUpdate:
+        """An update that carries `tensors`, or what they change; its digest is that of the result, unless told otherwise."""
         return WeightUpdate(
             version=self.version + 1,
             incarnation=2,
             digest=digest or digest_of(self.weights | tensors),
             load=lambda: iter([(name, bits, shape) for name, (bits, shape) in tensors.items()]),
+            base_digest=digest_of(self.weights) if elements else "",
+            changes=(lambda: iter(self.changes(tensors))) if elements else None,
         )
 
-    async def move(self, tensors: Weights, mode: Mode = "finish_old") -> None:
-        receipt = await self.engine.apply(self.update(tensors), mode)
+    def changes(self, tensors: Weights) -> list[TensorChange]:
+        """The elements in which `tensors` differ from what is held."""
+        out = []
+        for name, (bits, shape) in tensors.items():
+            old, new = self.weights[name][0].reshape(-1), bits.reshape(-1)
+            index = np.flatnonzero(old != new).astype(np.uint32)
+            out.append(TensorChange(name, shape, index, old[index], new[index]))
+        return out
+
+    async def move(
+        self, tensors: Weights, mode: Mode = "finish_old", *, elements: bool = False, grace_s: float = 0.0
+    ) -> AppliedWeights:
+        receipt = await self.engine.apply(self.update(tensors, elements=elements), mode, grace_s)
         self.weights = self.weights | tensors
         self.version += 1
         assert receipt.version == self.version and receipt.digest == digest_of(self.weights)
-        assert receipt.tensors == len(tensors)
+        assert receipt.tensors == len(tensors) and receipt.path == ("elements" if elements else "tensors")
+        assert 0 < receipt.frozen_s <= receipt.closed_s
+        return receipt
+
+    async def flip(self, name: str, position: int) -> None:
+        """Turn one bit of the running weights over behind everyone's back."""
+        engine: Any = self.engine
+        words = self.weights[name][0].reshape(-1).copy()
+        words[position] ^= 1
+        if engine.kind == "simulated":
+            engine._weights._words[name][position] = words[position]
+        elif engine.kind == "transformers":
+            await engine._at_boundary(lambda: engine._running().model.load(name, words, self.weights[name][1]))
+        else:
+            with staging_file("/dev/shm") as path:
+                (chunk,) = staged(path, [(name, words, self.weights[name][1])], 2**30)
+                await engine._workers("headrace_load", chunk.path, chunk.tensors)
 
     def reference(self, weights: Weights | None = None) -> Any:
         """A plain float32 model with the given weights."""
@@ -368,8 +402,10 @@ async def test_siblings_share_their_prompt(served: Served) -> None:
 
 
 async def test_ten_versions_each_read_back_right(served: Served) -> None:
+    """Whole tensors and changed elements by turns; each result is that of a fresh load."""
+    assert not served.engine.capabilities.whole_tensors
     for seed in range(10):
-        await served.move(served.changed(seed))
+        await served.move(served.changed(seed), elements=seed % 2 == 1)
         assert await served.engine.weight_digest() == digest_of(served.weights) == served.engine.weights.digest
         assert (served.engine.weights.version, served.engine.weights.incarnation) == (served.version, 2)
     ids = prompt(11)
@@ -385,7 +421,7 @@ async def test_odd_bits_survive(served: Served) -> None:
     odd = bits.copy()
     odd[:4] = [0x8000, 0x0001, 0x8001, 0x0000]
     before = served.weights["model.norm.weight"]
-    await served.move({"model.norm.weight": (odd, shape)})
+    await served.move({"model.norm.weight": (odd, shape)}, elements=True)
     assert await served.engine.weight_digest() == digest_of(served.weights)
     await served.move({"model.norm.weight": before})
 
@@ -395,19 +431,27 @@ async def test_a_prefix_is_not_reused_across_versions(served: Served) -> None:
     await served.ask(ids, session="old", max_tokens=8)
     warm = await served.ask(ids, session="old", max_tokens=8)
     assert warm.cached_prompt_tokens >= 64
-    await served.move(served.changed(20))
+    await served.move(served.changed(20), elements=True)
     cold = await served.ask(ids, session="old", max_tokens=8)
     assert cold.cached_prompt_tokens == 0
     if served.real:
         np.testing.assert_allclose(cold.logprobs, reference_logprobs(served.reference(), ids, cold.ids), atol=TOLERANCE)
 
 
+async def door_closed(served: Served) -> None:
+    """Until new generations wait outside."""
+    engine: Any = served.engine
+    async with asyncio.timeout(60):
+        while engine._switch.gate._open:
+            await asyncio.sleep(0)
+
+
 async def test_finish_old_ends_under_the_old_weights(served: Served) -> None:
     old = served.version
     old_model = served.reference() if served.real else None
     tasks = await in_flight(served, 4, 120)
-    switching = asyncio.create_task(served.move(served.changed(30), "finish_old"))
-    await asyncio.sleep(0)
+    switching = asyncio.create_task(served.move(served.changed(30), "finish_old", elements=True))
+    await door_closed(served)
     late = asyncio.create_task(served.ask(prompt(), max_tokens=8))
     await switching
     for i, task in enumerate(tasks):
@@ -419,14 +463,15 @@ async def test_finish_old_ends_under_the_old_weights(served: Served) -> None:
     assert [span.version for span in (await late).versions] == [old + 1]
 
 
+@pytest.mark.parametrize("elements", [False, True])
 @pytest.mark.parametrize("mode", ["continue_keep", "continue_recompute"])
-async def test_continue_switches_in_the_middle(served: Served, mode: Mode) -> None:
+async def test_continue_switches_in_the_middle(served: Served, mode: Mode, elements: bool) -> None:
     """Tokens before the boundary are of the old weights, those after it of the new ones, and each says which."""
     old = served.version
     old_model = served.reference() if served.real else None
     change = served.changed(40)
     tasks = await in_flight(served, 4, 180)
-    await served.move(change, mode)
+    await served.move(change, mode, elements=elements)
     new_model = served.reference() if served.real else None
     fresh = await served.ask(prompt(0), max_tokens=8)
     switched = 0
@@ -463,7 +508,7 @@ async def test_waiting_requests_start_under_the_new_weights(served: Served) -> N
     async with asyncio.timeout(60):
         while (await served.engine.load()).running < 8:
             await asyncio.sleep(0.001)
-    await served.move(served.changed(50), "continue_keep")
+    await served.move(served.changed(50), "continue_keep", elements=True)
     outs = await asyncio.gather(*tasks)
     model = served.reference() if served.real else None
     started_after = [out for out in outs if out.versions[0].version == served.version]
@@ -471,6 +516,132 @@ async def test_waiting_requests_start_under_the_new_weights(served: Served) -> N
     for out in started_after[:8]:
         if served.real:
             np.testing.assert_allclose(out.logprobs, reference_logprobs(model, prompt(50, 90), out.ids), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 60.0])
+async def test_regenerate_cancels_only_what_outlasts_the_grace(served: Served, grace_s: float) -> None:
+    """A generation is whole under one version: the old one if it ended in time, else the new one from its first token on."""
+    old = served.version
+    old_model = served.reference() if served.real else None
+    tasks = await in_flight(served, 4, 150)
+    receipt = await served.move(served.changed(41), "regenerate", elements=True, grace_s=grace_s)
+    new_model = served.reference() if served.real else None
+    for i, out in enumerate(await asyncio.gather(*tasks)):
+        check_shape(out)
+        assert out.finish_reason == "length" and out.ids.size == 150, "the whole budget, whatever was thrown away"
+        (span,) = out.versions
+        assert span.version == (old if grace_s else old + 1) and (out.discarded_tokens == 0) == bool(grace_s)
+        assert out.discarded_tokens < 150
+        if served.real:
+            model = old_model if grace_s else new_model
+            np.testing.assert_allclose(out.logprobs, reference_logprobs(model, prompt(i), out.ids), atol=TOLERANCE)
+    assert (receipt.cut, receipt.drained) == ((0, 4) if grace_s else (4, 0))
+
+
+async def test_restart_hands_back_what_was_sampled(served: Served) -> None:
+    """The requester learns that its episode begins anew; what it gets is labelled and right, but no turn of the new version."""
+    old = served.version
+    old_model = served.reference() if served.real else None
+    tasks = await in_flight(served, 3, 150)
+    receipt = await served.move(served.changed(42), "restart", elements=True)
+    assert receipt.cut == 3
+    for i, out in enumerate(await asyncio.gather(*tasks)):
+        check_shape(out)
+        assert (out.finish_reason, out.stop_reason) == ("abort", "restart") and 0 < out.ids.size < 150
+        assert [span.version for span in out.versions] == [old]
+        if served.real:
+            np.testing.assert_allclose(out.logprobs, reference_logprobs(old_model, prompt(i), out.ids), atol=TOLERANCE)
+    assert [span.version for span in (await served.ask(prompt(), max_tokens=4)).versions] == [old + 1]
+
+
+@pytest.mark.parametrize("fault", ["breaks off", "unknown name", "wrong shape", "past the end", "not ascending"])
+async def test_changes_that_cannot_be_laid_out_leave_the_old_weights_serving(served: Served, fault: str) -> None:
+    change = served.changed(71)
+    good = served.changes(change)
+    odd = good[2]
+    wrong = {
+        "unknown name": TensorChange("model.layers.9.mlp.up_proj.weight", odd.shape, odd.index, odd.old, odd.new),
+        "wrong shape": TensorChange(odd.name, (*odd.shape, 1), odd.index, odd.old, odd.new),
+        "past the end": TensorChange(odd.name, odd.shape, odd.index + np.uint32(2**20), odd.old, odd.new),
+        "not ascending": TensorChange(odd.name, odd.shape, odd.index[::-1].copy(), odd.old, odd.new),
+    }
+
+    def changes() -> Iterator[TensorChange]:
+        yield from good[:2]
+        if fault == "breaks off":
+            raise OSError("the patch file is gone")
+        yield wrong[fault]
+
+    update = msgspec.structs.replace(served.update(change, elements=True), changes=changes)
+    running = (await in_flight(served, 1, 60))[0]
+    with pytest.raises(StagingFailed):
+        await served.engine.apply(update, "continue_keep")
+    assert served.engine.weights.serviceable
+    assert await served.engine.weight_digest() == digest_of(served.weights) == served.engine.weights.digest
+    assert (await running).finish_reason == "length"
+    assert [span.version for span in (await served.ask(prompt(), max_tokens=4)).versions] == [served.version]
+    await served.move(change, elements=True)
+    assert await served.engine.weight_digest() == digest_of(served.weights)
+
+
+async def test_a_base_that_is_not_the_named_one_is_found_before_anything_is_written(served: Served) -> None:
+    """A bit that turned over where the change writes: nothing is written on top, and nothing is served any more."""
+    change = served.changed(72)
+    odd = served.changes(change)[1]
+    await served.flip(odd.name, int(odd.index[0]))
+    with pytest.raises(StagingFailed, match="not the ones that the change starts from"):
+        await served.engine.stage(served.update(change, elements=True))
+    with pytest.raises(Unserviceable):
+        await served.ask(prompt())
+    await served.move(served.weights)
+    assert (await served.ask(prompt(), max_tokens=4)).versions[0].version == served.version
+
+
+async def test_an_audit_finds_a_bit_that_turned_over_where_nothing_was_written(served: Served) -> None:
+    await served.engine.audit()
+    running = (await in_flight(served, 1, 200))[0]
+    await served.flip("model.layers.1.mlp.down_proj.weight", 17)
+    with pytest.raises(WeightsRejected, match="reads back as"):
+        await served.engine.audit()
+    assert (await running).finish_reason == "abort"
+    with pytest.raises(Unserviceable):
+        await served.ask(prompt())
+    await served.move(served.weights)
+    await served.engine.audit()
+
+
+async def test_a_write_that_is_not_whole_takes_the_engine_out_until_rebuilt(served: Served) -> None:
+    """What was laid out is lost, or the write breaks off in the middle: no request is served by a mixture."""
+    change = served.changed(73)
+    update = served.update(change, elements=True)
+    await served.engine.stage(update)
+    engine: Any = served.engine
+    if engine.kind == "simulated":
+        engine._weights._words[served.changes(change)[1].name].flags.writeable = False
+    elif engine.kind == "transformers":
+        engine._running().model.scatter._staged.pop()
+    else:
+        await engine._workers("headrace_drop")
+    tasks = await in_flight(served, 2, 150)
+    with pytest.raises(WeightsRejected):
+        await served.engine.apply(update, "continue_keep")
+    for out in await asyncio.gather(*tasks):
+        assert out.finish_reason == "abort" and {span.version for span in out.versions} == {served.version}
+    with pytest.raises(Unserviceable):
+        await served.ask(prompt())
+    await served.move(served.weights)
+    assert await served.engine.weight_digest() == digest_of(served.weights)
+
+
+async def test_laid_out_weights_wait_for_their_switch_and_others_replace_them(served: Served) -> None:
+    first, second = served.update(served.changed(74), elements=True), served.changed(75)
+    running = (await in_flight(served, 1, 100))[0]
+    await served.engine.stage(first)
+    await served.engine.stage(first)
+    assert await served.engine.weight_digest() == digest_of(served.weights), "nothing is written yet"
+    await served.move(second, elements=True)  # overtaken: the first is never shown
+    assert await served.engine.weight_digest() == digest_of(served.weights)
+    assert (await running).finish_reason == "length"
 
 
 @pytest.mark.parametrize("mode", ["finish_old", "continue_keep"])

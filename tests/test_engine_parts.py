@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +17,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import services.engine.scatter
 from schemas.trajectory import SamplingConfig, VersionSpan
-from services.engine import load_plan, readback, staging
+from services.engine import cpu_writes, load_plan, readback, staging
+from services.engine.changes import BaseDiffers, ChangeError, TensorChange
 from services.engine.checkpoint_files import rounded, shapes_of, tensors_of
 from services.engine.contract import checked_logprobs
 from services.engine.gate import Gate
 from services.engine.protocol import DrainTimeout, EngineUnavailable, LogprobsMissing, RequestRefused
 from services.engine.registry import create_engine
+from services.engine.routes import Route
+from services.engine.scatter import Scatter, ScatterError, identity_plan, scatter_of
 from services.engine.spans import check_cover, spans_of
 from services.engine.token_sampler import draw, transformed
 from services.engine.vllm_options import VllmOptions
@@ -118,6 +124,135 @@ def test_a_loader_that_computes_has_no_plan() -> None:
     for loader, reason in [(scaling, "not a view of a checkpoint tensor"), (adding, "only copies")]:
         with pytest.raises(load_plan.PlanError, match=reason):
             load_plan.record({"target": target}, loader, [("w", (2, 3))])
+
+
+def change_of(name: str, shape: tuple[int, ...], old: Any, new: Any) -> TensorChange:
+    index = np.flatnonzero(old.reshape(-1) != new.reshape(-1)).astype(np.uint32)
+    return TensorChange(name, shape, index, old.reshape(-1)[index], new.reshape(-1)[index])
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_changed_elements_land_where_the_loader_would_put_them(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, dtype: torch.dtype, compiled: bool
+) -> None:
+    """Row and column slices, fused stacks and padding: scattered changes equal a load of the whole, bit for bit, by rank."""
+    old = {name: words(*shape, seed=i) & 0xBFFF for i, (name, shape) in enumerate(SHAPES)}
+    new = {
+        name: np.where(words(*shape, seed=50 + i) % 3 == 0, old[name] ^ 1, old[name]) for i, (name, shape) in enumerate(SHAPES)
+    }
+    monkeypatch.setattr(services.engine.scatter, "COMPILED_FROM", 0 if compiled else 2**40)
+    landed = 0
+    for rank in range(ranks):
+        scattered, loaded = Fused(rank, ranks).to(dtype), Fused(rank, ranks).to(dtype)
+        plan = load_plan.record(dict(scattered.named_parameters()), scattered.load_weights, SHAPES)
+        scattered.load_weights((name, readback.tensor_of(old[name], shape)) for name, shape in SHAPES)
+        loaded.load_weights((name, readback.tensor_of(new[name], shape)) for name, shape in SHAPES)
+        scatter = Scatter(plan)
+        before = [parameter.clone() for parameter in scattered.parameters()]
+        landed += sum(scatter.stage(change_of(name, shape, old[name], new[name])) for name, shape in SHAPES)
+        assert all(torch.equal(a, b) for a, b in zip(before, scattered.parameters(), strict=True)), "laying out writes nothing"
+        assert scatter.commit() and scatter.staged_elements == 0
+        for one, other in zip(scattered.parameters(), loaded.parameters(), strict=True):
+            assert torch.equal(one, other)
+    sliced = sum(int((old[name] != new[name]).sum()) for name in ("gate", "up", "down"))
+    everywhere = sum(int((old[name] != new[name]).sum()) for name in ("norm", "embed"))
+    assert landed == sliced + ranks * everywhere
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_scatter_checks_its_base_and_what_it_wrote(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    monkeypatch.setattr(services.engine.scatter, "COMPILED_FROM", 0 if compiled else 2**40)
+    model = Fused(0, 1)
+    plan = load_plan.record(dict(model.named_parameters()), model.load_weights, SHAPES)
+    zeros, ones = np.zeros(4, dtype=np.uint16), np.ones(4, dtype=np.uint16)
+    scatter = Scatter(plan)
+    with pytest.raises(BaseDiffers, match="norm"):
+        scatter.stage(change_of("norm", (4,), ones, zeros))
+    scatter.stage(change_of("norm", (4,), zeros, ones))
+    scatter._staged.append(replace(scatter._staged[0], words=scatter._staged[0].words + 1))  # somebody else writes there too
+    with pytest.raises(ScatterError):
+        scatter.commit()
+    scatter.stage(change_of("norm", (4,), ones + 1, zeros))
+    scatter._staged[0] = replace(scatter._staged[0], flat=scatter._staged[0].flat[:2])  # the parameter has shrunk meanwhile
+    with pytest.raises((ScatterError, IndexError)):
+        scatter.commit()
+
+
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_compiled_writes_touch_their_places_alone(width: type[np.signedinteger], dtype: type[np.unsignedinteger]) -> None:
+    """And none outside, whatever they are told."""
+    flat, shift = np.arange(1000, dtype=dtype), 0 if dtype is np.uint16 else 16
+    places = np.array([3, 500, 999, 0], dtype=width)
+    words = np.array([7, 0xFFFF, 0x8000, 1], dtype=np.uint16)
+    expected = flat.copy()
+    expected[places] = words.astype(dtype) << dtype(shift)
+    assert not cpu_writes.holds(flat, places, words)
+    assert cpu_writes.put(flat, places, words) == 4 and cpu_writes.holds(flat, places, words)
+    np.testing.assert_array_equal(flat, expected)
+    for outside in (1000, -1):
+        places[2] = outside
+        assert not cpu_writes.holds(flat, places, words)
+        assert cpu_writes.put(flat, places, words) == 2
+    np.testing.assert_array_equal(flat, expected)
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.integers(0, 10**6),
+)
+def test_a_route_inverts_any_slice_of_any_layout(shape: list[int], seed: int) -> None:
+    """A random box of a tensor, its dimensions in any order, copied into a random box of a parameter."""
+    random = np.random.default_rng(seed)
+    source = torch.arange(int(np.prod(shape))).reshape(shape)
+    for dim, size in enumerate(shape):
+        first = int(random.integers(0, size))
+        source = source.narrow(dim, first, int(random.integers(1, size - first + 1)))
+    source = source.permute(*random.permutation(len(shape)).tolist())
+    parameter = torch.full([size + 2 for size in source.shape], -1)
+    target = parameter[tuple(slice(1, 1 + size) for size in source.shape)]
+    target.copy_(source)
+    landing = load_plan.Landing("p", load_plan.View.of(target, 0), load_plan.View.of(source, 0))
+    index = np.flatnonzero(random.random(int(np.prod(shape))) < 0.7).astype(np.uint32)
+    for narrow, positions in itertools.product((True, False), (index, index.astype(np.int64))):
+        part, inside, places = Route.of(landing).take(positions, narrow)
+        taken = positions[part] if inside is None else positions[part][inside]
+        assert sorted(taken) == sorted(set(index.tolist()) & set(source.reshape(-1).tolist()))
+        assert places.dtype == (np.int32 if narrow else np.int64)
+        assert parameter.reshape(-1)[torch.from_numpy(places)].tolist() == taken.tolist()
+
+
+def test_overlapping_views_and_foreign_dtypes_take_whole_tensors() -> None:
+    overlapping = load_plan.View((3, 3), (1, 1), 0)
+    with pytest.raises(load_plan.PlanError, match="overlapping"):
+        Route.of(load_plan.Landing("p", load_plan.View((3, 3), (3, 1), 0), overlapping))
+    quantized = {"w": torch.zeros(4, dtype=torch.int8)}
+    scatter, reason = scatter_of(identity_plan(quantized))
+    assert scatter is None and "int8" in reason
+
+
+def test_staged_changes_survive_their_file(tmp_path: Path) -> None:
+    """Split where a chunk would overflow, put together again; a file that was tampered with is refused."""
+    changes = [change_of(f"t{i}", (40, 10), words(40, 10, seed=i), words(40, 10, seed=9 + i)) for i in range(3)]
+    got: dict[str, list[TensorChange]] = {}
+    with staging.staging_file(str(tmp_path)) as path:
+        for chunk in staging.staged_changes(path, iter(changes), 1600):
+            assert path.stat().st_size <= 1600
+            for change in staging.changes_in(chunk.path, chunk.digest, chunk.changes):
+                got.setdefault(change.name, []).append(change)
+        damaged = bytearray(path.read_bytes())
+        damaged[5] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ChangeError, match="not the one"):
+            list(staging.changes_in(chunk.path, chunk.digest, chunk.changes))
+    for change in changes:
+        parts = got[change.name]
+        assert len(parts) > 1
+        for attribute in ("index", "old", "new"):
+            joined = np.concatenate([getattr(part, attribute) for part in parts])
+            np.testing.assert_array_equal(joined, getattr(change, attribute))
 
 
 def test_staging_never_splits_a_tensor(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ import torch
 import transformers
 
 from schemas.trajectory import SamplingConfig
+from services.engine.changes import TensorChange
 from services.engine.checkpoint_files import digest_of, tensors_of
 from services.engine.protocol import EngineError, Unserviceable, WeightUpdate
 from services.engine.registry import create_engine, vllm_available
@@ -24,6 +28,26 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not vllm_available()[0], reason=vllm_available()[1]),
 ]
+
+
+def test_weights_that_could_never_be_read_back_are_refused_by_name() -> None:
+    """Quantized ones, and loaders that compute."""
+    from services.engine.vllm_plugin import WeightWorker
+
+    class Scaling(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(2, 3))
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in weights:
+                self.weight.data.copy_(tensor * 2)
+
+    worker, model = WeightWorker(), Scaling()
+    for quantization, reason in [(None, "parameter weight receives"), ("fp8", r"quantized \(fp8\)")]:
+        config = SimpleNamespace(quantization=quantization)
+        worker.model_runner = SimpleNamespace(get_model=lambda: model, model_config=config)
+        assert re.search(reason, worker.headrace_prepare([("weight", [2, 3])])["refused"])
 
 
 async def test_two_ranks_hold_one_set_of_weights_and_die_loudly(tmp_path: Path) -> None:
@@ -47,13 +71,20 @@ async def test_two_ranks_hold_one_set_of_weights_and_die_loudly(tmp_path: Path) 
     await engine.start()
     try:
         random = np.random.default_rng(0)
-        for version in (1, 2):
+        assert not engine.capabilities.whole_tensors
+        for version in (1, 2, 3):
+            changes, base = [], digest_of((name, bits, shape) for name, (bits, shape) in weights.items())
             for name, (bits, shape) in weights.items():
-                weights[name] = (bits ^ random.integers(0, 2, bits.size, dtype=np.uint16), shape)
+                new = bits ^ random.integers(0, 2, bits.size, dtype=np.uint16)
+                index = np.flatnonzero(bits != new).astype(np.uint32)
+                changes.append(TensorChange(name, shape, index, bits[index], new[index]))
+                weights[name] = (new, shape)
             digest = digest_of((name, bits, shape) for name, (bits, shape) in weights.items())
-            changed = [(name, bits, shape) for name, (bits, shape) in weights.items()]
-            update = WeightUpdate(version=version, digest=digest, load=partial(iter, changed))
+            whole = [(name, bits, shape) for name, (bits, shape) in weights.items()]
+            elements = partial(iter, changes) if version > 1 else None
+            update = WeightUpdate(version=version, digest=digest, load=partial(iter, whole), base_digest=base, changes=elements)
             receipt = await engine.apply(update, "finish_old")
+            assert receipt.path == ("elements" if version > 1 else "tensors") and receipt.tensors == len(weights)
             assert receipt.digest == digest == await engine.weight_digest()
         reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
         with torch.no_grad():

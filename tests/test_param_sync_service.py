@@ -7,116 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from admission_stage import Running, Stage
+from admission_stage import Stage
 from conftest import eventually
-from tiny_model import write_tiny_model
+from weight_line import Line, configuration, fleet, served, started
 
 import param_sync.service
 import services.engine.service
-from param_sync.patch.bits import Bits
-from param_sync.patch.codec import encode, encode_anchor
-from param_sync.patch.snapshot import Snapshot
-from schemas.policy import EngineState, FleetVersions
+from param_sync.patch.codec import encode_anchor
+from schemas.policy import FleetVersions
 from schemas.table import Role
 from schemas.training import StepCommit
 from services import blobs
-from services.base_weights import snapshot_of
 from services.bus import Bus, IntegrityError
-from services.config import Config, check
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def configuration(folder: Path, run: str, url: str, **settings: object) -> Config:
-    model = folder / "model"
-    if not model.exists():
-        write_tiny_model(model)
-    return check(
-        {
-            "run": {"name": run, "folder": str(folder / "runs")},
-            "nats": {"url": url},
-            "policy": {"model": str(model)},
-            "engine": {"kind": "simulated", "names": ["e0", "e1"]},
-            "param_sync": {"anchor_every": 1000, **settings},
-            "fencing": {"renew_s": 0.4, "ttl_s": 2.0},
-            "telemetry": {"heartbeat_s": 0.5},
-        }
-    )
-
-
-class Line:
-    """A trainer's publications, made here: real weights, real patches, real anchors."""
-
-    def __init__(self, bus: Bus, config: Config) -> None:
-        self._bus = bus
-        self.made: dict[tuple[int, int], Snapshot] = {(0, 0): snapshot_of(config.policy.model)}
-        self.objects: dict[tuple[int, int], str] = {}
-
-    async def step(self, incarnation: int, version: int, *, after: tuple[int, int]) -> StepCommit:
-        """Commit `version` of `incarnation` as an update of `after`."""
-        old = self.made[after]
-        random = np.random.default_rng([incarnation, version])
-        tensors = dict(old.tensors)
-        name = sorted(tensors)[0]
-        changed = tensors[name].data.copy()
-        changed.reshape(-1)[random.integers(0, changed.size, 5)] ^= 1 + incarnation
-        tensors[name] = Bits("bf16", tensors[name].shape, changed)
-        new = Snapshot.of(tensors, version=version, incarnation=incarnation)
-        begins = after[0] != incarnation
-        form = "anchor" if begins else "patch"
-        data = (encode_anchor(new) if begins else encode(old, new)).tobytes()
-        reference = await blobs.put(self._bus, f"{form}-{incarnation}-{version}-{new.digest[:16]}", data)
-        commit = StepCommit(
-            run=self._bus.run,
-            step=version - 1,
-            version=version,
-            incarnation=incarnation,
-            digest=new.digest,
-            base_digest=old.digest,
-            groups=(),
-            rows=0,
-            trained_tokens=0,
-            optimizer_steps=1,
-            patches=(reference,),
-            patch_bytes=reference.size_bytes,
-            metrics={},
-            ledger_seq=0,
-        )
-        await self._bus.publish_once(self._bus.subjects.step(version - 1, incarnation), commit)
-        self.made[incarnation, version] = new
-        self.objects[incarnation, version] = reference.name
-        return commit
-
-
-async def states(bus: Bus, config: Config) -> dict[str, EngineState]:
-    found = {}
-    for name in config.engine.names:
-        item = await bus.last(bus.subjects.engine_heartbeat(name))
-        if item is not None:
-            found[name] = item.decode(EngineState)
-    return found
-
-
-async def served(bus: Bus, config: Config, incarnation: int, snapshot: Snapshot) -> bool:
-    """Whether every engine confirms these very weights."""
-    held = await states(bus, config)
-    wanted = ("serving", incarnation, snapshot.version, snapshot.digest)
-    return len(held) == len(config.engine.names) and all(
-        (state.phase, state.incarnation, state.version, state.digest) == wanted for state in held.values()
-    )
-
-
-async def fleet(bus: Bus) -> FleetVersions:
-    item = await bus.last(bus.subjects.active())
-    assert item is not None
-    return item.decode(FleetVersions)
-
-
-async def started(stage: Stage, config: Config) -> list[Running]:
-    """The synchronizer and every engine."""
-    first = await stage.start(Role.PARAM_SYNC, param_sync.service.serve, "first")
-    engines = [await stage.start(Role.ENGINE, services.engine.service.serve, name) for name in config.engine.names]
-    return [first, *engines]
 
 
 async def test_engines_follow_to_the_living_branch_whatever_its_numbers(tmp_path: Path, nats_url: str, run_name: str) -> None:

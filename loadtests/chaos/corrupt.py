@@ -40,7 +40,7 @@ class Spoiled:
         if not isinstance(state, EngineState):
             return
         wanted = (self.manifest.incarnation, self.manifest.version)
-        if state.phase == "failed" and state.error:
+        if state.error and state.phase in ("failed", "serving"):  # it may serve on as it was
             self.refused.setdefault(state.engine, event.at_s)
         elif state.phase == "serving" and (state.incarnation, state.version) >= wanted:
             self.serves.setdefault(state.engine, event.at_s)

@@ -129,12 +129,14 @@ class BatchLoop:
         """While frozen, mail is read but nothing is computed. Only for work that runs at a boundary."""
         self._frozen = frozen
 
-    def discard_all(self, reason: str) -> None:
-        """Finish everything as aborted and forget all KV. Only for work that runs at a boundary."""
-        for sequence in [*self.rows.active, *self.waiting]:
+    def discard_all(self, reason: str) -> int:
+        """Finish everything as aborted and forget all KV; how many. Only for work that runs at a boundary."""
+        unfinished = [*self.rows.active, *self.waiting]
+        for sequence in unfinished:
             self._finish(sequence, "abort", reason)
         self.waiting.clear()
         self.rows.forget_parked()
+        return len(unfinished)
 
     def new_weights(self, version: tuple[int, int], digest: str, recompute: bool) -> None:
         """From now on tokens are sampled under `version`. Only for work that runs at a boundary."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from services.engine.checkpoint_files import digest_of
-from services.engine.protocol import CheckpointTensor, EngineUnavailable
+from param_sync.patch.digest import Entry, state_digest, tensor_digest
+from services.engine.protocol import EngineUnavailable
 from services.engine.readback import bits_of, copy_bits, round_to_checkpoint
+from services.engine.scatter import identity_plan, scatter_of
 from services.engine.slot_cache import SlotCache
 
 
@@ -46,6 +46,7 @@ class CausalModel:
             if name not in self._parameters
         }
         round_to_checkpoint(self._parameters.values())
+        self.scatter, self.whole_tensors = scatter_of(identity_plan(self._parameters))
 
     @property
     def vocab_size(self) -> int:
@@ -83,10 +84,16 @@ class CausalModel:
             raise KeyError(f"the model has no tensor {name!r}")
         copy_bits(name, self._parameters[name], bits, shape)
 
-    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        """Every parameter once, read back from the running model."""
-        for name, parameter in self._parameters.items():
-            yield name, bits_of(name, parameter), tuple(parameter.shape)
+    @property
+    def names(self) -> list[str]:
+        """The parameters, by their names in a checkpoint."""
+        return list(self._parameters)
+
+    def entry(self, name: str) -> Entry:
+        """One parameter's entry in the state digest, read back from the running model."""
+        parameter = self._parameters[name]
+        return "bf16", tuple(parameter.shape), tensor_digest(bits_of(name, parameter))
 
     def digest(self) -> str:
-        return digest_of(self.checkpoint_tensors())
+        """State digest of all parameters, read back."""
+        return state_digest({name: self.entry(name) for name in self._parameters})

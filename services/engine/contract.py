@@ -37,6 +37,14 @@ def aborted_before_start(request_id: str, sampling: SamplingConfig) -> Generatio
     )
 
 
+def starts_over(finish_reason: str | None, stop_reason: str, tokens: int) -> bool:
+    """Whether a generation that was cancelled for a weight change begins again under the new weights.
+
+    With `regenerate` it does; with `restart` it goes back to its requester, unless nothing of it had been sampled yet.
+    """
+    return finish_reason == "abort" and (stop_reason == "regenerate" or (stop_reason == "restart" and tokens == 0))
+
+
 def checked_logprobs(values: npt.NDArray[Any], what: str, request_id: str) -> npt.NDArray[np.float32]:
     """float32 copy of `values`; raises `LogprobsMissing` for NaN, infinities, the -9999 sentinel, or a positive value."""
     out = np.asarray(values, dtype=np.float32)

@@ -17,13 +17,14 @@ def engine_from_config(config: Config, name: str) -> Engine:
     if kind == "auto":
         kind = "vllm" if vllm_available()[0] else "transformers"
     if kind == "simulated":
-        return create_engine(kind, {"model": config.policy.model})
+        return create_engine(kind, {"model": config.policy.model, "audit_every": settings.audit_every} | settings.simulated)
     device = choose_device(settings.device, threads=settings.cpu_threads)
     options: dict[str, Any] = {
         "model": config.policy.model,
         "dtype": settings.dtype if settings.dtype != "auto" else ("float32" if device.kind == "cpu" else "bfloat16"),
         "max_model_len": config.policy.max_context_tokens,
         "max_num_seqs": settings.max_running,
+        "audit_every": settings.audit_every,
     }
     if kind == "transformers":
         return create_engine(kind, options | {"device": device.torch_device, "threads": settings.cpu_threads})

@@ -78,6 +78,14 @@ class Gate:
             self._open = True
             self._changed.notify_all()
 
+    async def quiet(self, grace_s: float) -> bool:
+        """Wait until nobody is inside, at most `grace_s`; says whether it is so."""
+        try:
+            await self.drained(grace_s)
+        except DrainTimeout:
+            return False
+        return True
+
     async def drained(self, timeout_s: float) -> float:
         """Wait until nobody is inside; seconds waited. Raises `DrainTimeout` naming how many are left."""
         began = time.monotonic()

@@ -7,7 +7,6 @@ import time
 
 import structlog
 
-from param_sync.patch.codec import apply as apply_patch
 from param_sync.patch.errors import PatchError
 from param_sync.patch.snapshot import Snapshot
 from schemas.arrays import Array
@@ -15,12 +14,21 @@ from schemas.codec import CodecError, decode_any
 from schemas.generation import AbortRequest, GenerateRequest, GenerateResult
 from schemas.policy import ApplyOrder, EnginePhase, EngineState
 from schemas.table import Stream
-from services import blobs
 from services.base_weights import snapshot_of
-from services.bus import IntegrityError, Item
+from services.bus import BusError, Item
 from services.consume import fold
+from services.engine.chain_walk import Layout, Walk, layout_of, shadow_of
 from services.engine.from_config import engine_from_config
-from services.engine.protocol import DrainTimeout, Engine, EngineError, RequestRefused, WeightsRejected, WeightUpdate
+from services.engine.protocol import (
+    AppliedWeights,
+    DrainTimeout,
+    Engine,
+    EngineError,
+    RequestRefused,
+    StagingFailed,
+    WeightsRejected,
+    WeightUpdate,
+)
 from services.health import pause
 from services.runtime import ServiceContext
 from services.tracing import span
@@ -74,21 +82,21 @@ class EngineService:
         self._version = -1
         self._incarnation = 0
         self._shadow: Snapshot | None = None  # what the engine holds, verified; None after a rejected change
-        self._base: Snapshot | None = None
+        self._layout: Layout = {}
+        self._answering: set[str] = set()
         self._order_id = ""
         self._error = ""
-        self._paused_s = 0.0
+        self._receipt: AppliedWeights | None = None  # of the last switch
 
     async def start(self) -> None:
         """Load the checkpoint and prove that the engine holds exactly its bits."""
-        self._base = await asyncio.to_thread(snapshot_of, self._context.config.policy.model)
-        self._shadow = self._base
+        folder = self._context.config.policy.model
+        self._shadow = await asyncio.to_thread(lambda: shadow_of(snapshot_of(folder)))
+        self._layout = layout_of(self._shadow)
         await self.engine.start()
-        held = self.engine.weights.digest
-        if held != self._base.digest:
-            raise EngineError(
-                f"the engine holds digest {held[:12]} after loading a checkpoint of digest {self._base.digest[:12]}"
-            )
+        held, wanted = self.engine.weights.digest, self._shadow.digest
+        if held != wanted:
+            raise EngineError(f"the engine holds digest {held[:12]} after loading a checkpoint of digest {wanted[:12]}")
         log.info("engine started", build=self.engine.build, digest=held[:12])
         await self.announce()
 
@@ -106,8 +114,15 @@ class EngineService:
         if message.deadline_ns and time.time_ns() > message.deadline_ns:
             self._context.health.count("expired_requests")
             return
-        with span("generate", item.headers, engine=self.name, request=message.request_id):
-            result = await self._generate(message)
+        if message.request_id in self._answering:  # delivered again, since the first delivery takes long; it will be answered
+            self._context.health.count("repeated_requests")
+            return
+        self._answering.add(message.request_id)
+        try:
+            with span("generate", item.headers, engine=self.name, request=message.request_id):
+                result = await self._generate(message)
+        finally:
+            self._answering.discard(message.request_id)
         await self._bus.publish(self._bus.subjects.generated(message.requester), result)
         if result.status == "error":
             await self._prove_alive()
@@ -134,6 +149,7 @@ class EngineService:
             return self._failed(request, "error", str(error), started)
         self._context.health.count("generations")
         self._context.health.count("generated_tokens", len(out.ids))
+        self._context.health.count("discarded_tokens", out.discarded_tokens)
         return GenerateResult(
             request_id=request.request_id,
             engine=self.name,
@@ -147,6 +163,7 @@ class EngineService:
             finish_reason=out.finish_reason,
             stop_reason=out.stop_reason,
             cached_prompt_tokens=out.cached_prompt_tokens,
+            discarded_tokens=out.discarded_tokens,
             started_ns=started,
             finished_ns=time.time_ns(),
         )
@@ -177,22 +194,28 @@ class EngineService:
             await self._obey(order)
 
     async def _obey(self, order: ApplyOrder) -> None:
+        """Carry one order out, or say why not. What could not be brought as far as the weights leaves the old ones serving."""
         if self.phase == "serving" and self._outranks(order):
             return
-        was = self.phase
-        self._order_id = order.order_id
+        was, self._order_id, self._error = self.phase, order.order_id, ""
+        if was != "serving":
+            self.phase = "applying"  # what it failed at before is over
+        way = Walk(self._shadow)
         try:
-            target = await self._prepare(order)
+            await way.follow(self._bus, order)
+            update = way.update(self._layout)
+            await self.engine.stage(update)
             self.phase = "applying"
             await self.announce()
-            await self._switch(target, order)
-        except DrainTimeout as error:
-            self.phase, self._error = was, str(error)
-            log.warning("weights not changed", version=order.version, error=str(error))
-        except (WeightsRejected, PatchError, IntegrityError) as error:
-            rejected = isinstance(error, WeightsRejected)
-            if rejected:
-                self._shadow = None
+            await self._switch(update, way, order)
+        except (DrainTimeout, StagingFailed, PatchError, BusError) as error:
+            self._error = f"{type(error).__name__}: {error}"
+            intact = self.engine.weights.serviceable
+            self._shadow = await asyncio.to_thread(way.back) if intact else None
+            self.phase = was if intact and was == "serving" else "failed"
+            log.warning("weights not changed", version=order.version, error=self._error, phase=self.phase)
+        except WeightsRejected as error:
+            self._shadow = None
             self.phase, self._error = "failed", f"{type(error).__name__}: {error}"
             log.error("weights rejected", version=order.version, error=str(error))
         await self.announce()
@@ -204,47 +227,28 @@ class EngineService:
         same_bits = self._shadow is not None and self._shadow.digest == order.digest
         return held > wanted or (held == wanted and same_bits)
 
-    async def _prepare(self, order: ApplyOrder) -> Snapshot:
-        """Fetch and verify every link while the engine still serves. Raises `PatchError` or `IntegrityError`."""
-        held = self._shadow
-        if held is not None and self._version >= 0:
-            held = Snapshot(self._version, self._incarnation, held.tensors, held.entries, held.digest)
-        for link in order.links:
-            if link.form == "anchor" and held is not None and held.digest == link.digest:
-                held = Snapshot(link.version, link.incarnation, held.tensors, held.entries, held.digest)
-                continue
-            for reference in link.objects:
-                data = await blobs.get(self._bus, reference)
-                held = await asyncio.to_thread(apply_patch, held if link.form == "patch" else None, data)
-        if held is None or (held.digest, held.version, held.incarnation) != (order.digest, order.version, order.incarnation):
-            raise IntegrityError(
-                f"order {order.order_id}: its links lead to {'nothing' if held is None else held.digest[:12]}, "
-                f"announced is {order.digest[:12]} (version {order.version})"
-            )
-        return held
-
-    async def _switch(self, target: Snapshot, order: ApplyOrder) -> None:
-        """Load what differs, let the engine prove it, then serve. Raises `WeightsRejected` or `DrainTimeout`."""
-        before = self._shadow.entries if self._shadow is not None else {}
-        changed = [name for name, entry in target.entries.items() if before.get(name) != entry]
-        update = WeightUpdate(
-            version=order.version,
-            incarnation=order.incarnation,
-            digest=target.digest,
-            load=lambda: iter([(n, target.tensors[n].data, target.tensors[n].shape) for n in changed]),
-        )
+    async def _switch(self, update: WeightUpdate, way: Walk, order: ApplyOrder) -> None:
+        """Let the engine write, prove and serve. Raises `WeightsRejected` or `DrainTimeout`."""
         with span("apply", None, engine=self.name, version=order.version):
-            receipt = await self.engine.apply(update, order.mode)
-        self._shadow = target
+            receipt = await self.engine.apply(update, order.mode, order.grace_s)
+        self._shadow = way.arrived()
         self._version, self._incarnation = order.version, order.incarnation
-        self._paused_s, self._error, self.phase = receipt.closed_s, "", "serving"
+        self._error, self.phase, self._receipt = "", "serving", receipt
+        health = self._context.health
+        health.count("weight_switches")
+        health.count(f"weight_switches_{receipt.path}")
+        health.count("weights_paused_s", receipt.closed_s)
+        health.count("weights_frozen_s", receipt.frozen_s)
         log.info(
             "serving",
             version=order.version,
             incarnation=order.incarnation,
-            digest=target.digest[:12],
-            tensors=len(changed),
+            digest=order.digest[:12],
+            path=receipt.path,
+            tensors=receipt.tensors,
+            staged_s=round(receipt.stage_s, 4),
             paused_s=round(receipt.closed_s, 4),
+            frozen_s=round(receipt.frozen_s, 4),
         )
 
     # -- what it says --------------------------------------------------------------------------------------------------------
@@ -259,6 +263,13 @@ class EngineService:
         while not stop.is_set():
             await self._bus.publish(self._bus.subjects.engine_heartbeat(self.name), await self.state())
             await pause(stop, _HEARTBEAT_S)
+
+    def _path(self) -> str:
+        """How new weights come: as changed elements, or whole, and why."""
+        if self.phase == "starting":
+            return ""
+        reason = self.engine.capabilities.whole_tensors
+        return f"whole tensors: {reason}" if reason else "changed elements"
 
     async def state(self) -> EngineState:
         load = await self.engine.load()
@@ -275,7 +286,11 @@ class EngineService:
             max_running=self._context.config.engine.max_running,
             order_id=self._order_id,
             error=self._error,
-            paused_s=self._paused_s,
+            paused_s=self._receipt.closed_s if self._receipt is not None else 0.0,
+            frozen_s=self._receipt.frozen_s if self._receipt is not None else 0.0,
+            paused_total_s=self._context.health.counters.get("weights_paused_s", 0.0),
+            weight_path=self._path(),
+            discarded_tokens=int(self._context.health.counters.get("discarded_tokens", 0)),
             prefix_hit_tokens=load.prefix_hits,
             prefix_query_tokens=load.prefix_queries,
             generated_tokens=load.generated_tokens,

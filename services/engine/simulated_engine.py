@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import math
 import time
 import zlib
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from param_sync.patch.digest import Entry, state_digest, tensor_digest
 from schemas.trajectory import SamplingConfig, VersionSpan
-from services.engine import checkpoint_files
-from services.engine.contract import aborted_before_start, checked_request, is_greedy, is_identity
+from services.engine.contract import aborted_before_start, checked_request, is_greedy, is_identity, starts_over
 from services.engine.protocol import (
     AppliedWeights,
     EngineCapabilities,
@@ -33,6 +31,7 @@ from services.engine.protocol import (
     WeightUpdate,
 )
 from services.engine.simulated_engine_options import SimulatedOptions
+from services.engine.simulated_weights import SimulatedWeights
 from services.engine.weight_switch import Loaded, WeightSwitch
 
 SESSIONS = 4096  # conversations whose prefix is taken to be cached
@@ -62,17 +61,16 @@ class SimulatedEngine:
 
     def __init__(self, options: SimulatedOptions) -> None:
         self._options = options
-        self._switch = WeightSwitch(options.drain_timeout_s)
+        self._switch = WeightSwitch(options.drain_timeout_s, options.audit_every)
         self._wake = asyncio.Event()
         self._waiting: deque[_Turn] = deque()
         self._running: dict[str, _Turn] = {}
         self._ends: list[tuple[int, int, _Turn]] = []  # heap of (last step, order, turn)
         self._step = self._order = 0
-        self._trusted = ""  # the announced digest, where the tensors are not looked at
         self._frozen = False  # no step ends while weights change
         self._debt_s = 0.0  # prefill time to be spent in the next step
         self._sessions: OrderedDict[str, tuple[int, int]] = OrderedDict()  # session → (version, cached tokens)
-        self._entries: dict[str, Entry] = {}
+        self._weights = SimulatedWeights("", False)
         self._loop: asyncio.Task[None] | None = None
         self._queries = self._hits = self._generated = 0
 
@@ -88,6 +86,7 @@ class SimulatedEngine:
             vocab_size=options.vocab_size,
             max_num_seqs=options.max_num_seqs,
             real_tokens=False,
+            whole_tensors=self.whole_tensors,
         )
 
     @property
@@ -98,10 +97,8 @@ class SimulatedEngine:
         if self._loop is not None:
             return
         options = self._options
-        if options.model:
-            for name, bits, shape in checkpoint_files.tensors_of(options.model):
-                self._entries[name] = ("bf16", shape, tensor_digest(bits))
-        self._switch.verified(options.initial_version, options.initial_incarnation, state_digest(self._entries))
+        self._weights = SimulatedWeights(options.model, options.trust_updates)
+        self._switch.verified(options.initial_version, options.initial_incarnation, self._weights.digest())
         self._loop = asyncio.create_task(self._run(), name="simulated-engine")
 
     async def stop(self) -> None:
@@ -117,17 +114,22 @@ class SimulatedEngine:
         self, request_id: str, prompt_ids: npt.NDArray[np.int32], sampling: SamplingConfig, session: str = ""
     ) -> Generation:
         prompt = checked_request(request_id, prompt_ids, sampling, self.capabilities)
-        async with self._switch.gate.admit(request_id) as admitted:
-            if not admitted:
-                return aborted_before_start(request_id, sampling)
-            self._switch.check()
-            turn = self._turn(request_id, prompt, sampling, session)
-            self._waiting.append(turn)
-            self._wake.set()
-            try:
-                return await turn.done
-            finally:
-                self._forget(turn)
+        discarded = 0
+        while True:
+            async with self._switch.gate.admit(request_id) as admitted:
+                if not admitted:
+                    return aborted_before_start(request_id, sampling)
+                self._switch.check()
+                turn = self._turn(request_id, prompt, sampling, session)
+                self._waiting.append(turn)
+                self._wake.set()
+                try:
+                    out = await turn.done
+                finally:
+                    self._forget(turn)
+            if not starts_over(out.finish_reason, out.stop_reason, out.ids.size):
+                return msgspec.structs.replace(out, discarded_tokens=discarded)
+            discarded += out.ids.size
 
     async def abort(self, request_id: str) -> None:
         if await self._switch.gate.abort_waiting(request_id):
@@ -136,11 +138,17 @@ class SimulatedEngine:
             if turn.request_id == request_id:
                 self._finish(turn, "abort", "aborted by request")
 
-    async def apply(self, update: WeightUpdate, mode: Mode) -> AppliedWeights:
-        return await self._switch.apply(update, mode, self)
+    async def stage(self, update: WeightUpdate) -> None:
+        await self._switch.stage(update, self)
+
+    async def apply(self, update: WeightUpdate, mode: Mode, grace_s: float = 0.0) -> AppliedWeights:
+        return await self._switch.apply(update, mode, grace_s, self)
+
+    async def audit(self) -> None:
+        await self._switch.audit(self)
 
     async def weight_digest(self) -> str:
-        return self._trusted or state_digest(self._entries)
+        return self._weights.digest()
 
     async def load(self) -> EngineLoad:
         return EngineLoad(
@@ -153,17 +161,23 @@ class SimulatedEngine:
         )
 
     async def _run(self) -> None:
-        """Steps while there is work. Waits for: a request, or the end of a weight switch. Stops by cancellation."""
-        options = self._options
+        """Steps while there is work. Waits for: a request, or the end of a weight switch. Stops by cancellation.
+
+        Steps keep their own timetable: one that ends late on a busy machine does not move those after it.
+        """
+        options, clock = self._options, asyncio.get_running_loop().time
+        due_s = clock()
         while True:
             if self._frozen or not (self._waiting or self._running):
                 self._wake.clear()
                 await self._wake.wait()
+                due_s = clock()
                 continue
             while self._waiting and len(self._running) < options.max_num_seqs:
                 self._admit(self._waiting.popleft())
             debt_s, self._debt_s = self._debt_s, 0.0
-            await asyncio.sleep(options.step_s + options.sequence_s * len(self._running) + debt_s)
+            due_s += options.step_s + options.sequence_s * len(self._running) + debt_s
+            await asyncio.sleep(max(0.0, due_s - clock()))
             if not self._frozen:  # else the weights change first, and this step's tokens come after them
                 self._advance()
 
@@ -240,30 +254,47 @@ class SimulatedEngine:
             weight_digest=self._switch.digests.get((starts[-1][1], starts[-1][2]), "") if starts else "",
         )
 
-    def _abort_everything(self, reason: str) -> None:
-        for turn in [*self._waiting, *self._running.values()]:
+    def _abort_everything(self, reason: str) -> int:
+        unfinished = [*self._waiting, *self._running.values()]
+        for turn in unfinished:
             self._finish(turn, "abort", reason)
+        return len(unfinished)
 
     # -- the backend's side of a weight change ------------------------------------------------------------------------------
+
+    @property
+    def whole_tensors(self) -> str:
+        return "updates are trusted unseen" if self._options.trust_updates else ""
+
+    async def lay_out(self, update: WeightUpdate) -> None:
+        for change in update.changes() if update.changes is not None else ():
+            self._weights.stage(change)
+            await asyncio.sleep(0)
+
+    async def clear_away(self) -> None:
+        self._weights.drop()
+
+    async def read_back(self) -> str:
+        return self._weights.digest()
+
+    async def cut(self, reason: str) -> int:
+        return self._abort_everything(reason)
 
     async def freeze(self, mode: Mode) -> None:
         self._frozen = True
 
+    async def write(self, update: WeightUpdate) -> Loaded:
+        began = time.monotonic()
+        await asyncio.sleep(self._options.load_s)
+        tensors, size = self._weights.commit()
+        return Loaded(digest=update.digest, tensors=tensors, bytes=size, load_s=time.monotonic() - began)
+
     async def replace(self, update: WeightUpdate) -> Loaded:
         began = time.monotonic()
         await asyncio.sleep(self._options.load_s)
-        count = size = 0
-        if self._options.trust_updates:
-            self._trusted = update.digest
-        else:
-            for name, bits, shape in update.load():
-                known = self._entries.get(name)
-                if bits.size != math.prod(shape) or (self._options.model and (known is None or known[1] != shape)):
-                    raise ValueError(f"tensor {name} of shape {shape} is not in the checkpoint, or came with {bits.size} words")
-                self._entries[name] = ("bf16", shape, tensor_digest(bits))
-                count, size = count + 1, size + bits.nbytes
-        digest = await self.weight_digest()
-        return Loaded(digest=digest, tensors=count, bytes=size, load_s=time.monotonic() - began, verify_s=0.0)
+        count, size = self._weights.replace(update)
+        digest = self._weights.digest()
+        return Loaded(digest=digest, tensors=count, bytes=size, load_s=time.monotonic() - began)
 
     async def show(self, update: WeightUpdate, mode: Mode, digest: str) -> None:
         for turn in self._running.values():

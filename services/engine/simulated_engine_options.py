@@ -23,3 +23,4 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     initial_incarnation: int = 0
     drain_timeout_s: float = 600.0
     seed: int = 0
+    audit_every: int = 0  # switches of changed elements after which all weights are read back; 0: never

@@ -20,3 +20,4 @@ class TransformersOptions(msgspec.Struct, frozen=True, kw_only=True):
     initial_version: int = 0
     initial_incarnation: int = 0
     drain_timeout_s: float = 600.0
+    audit_every: int = 8  # switches of changed elements after which all weights are read back, while serving; 0: never

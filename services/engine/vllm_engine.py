@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from schemas.trajectory import SamplingConfig
 from services.engine import checkpoint_files
-from services.engine.contract import aborted_before_start, checked_request, is_greedy, is_identity
+from services.engine.contract import aborted_before_start, checked_request, is_greedy, is_identity, starts_over
 from services.engine.protocol import (
     AppliedWeights,
     EngineCapabilities,
@@ -25,13 +24,12 @@ from services.engine.protocol import (
     Mode,
     RequestRefused,
     Unserviceable,
-    WeightsRejected,
     WeightState,
     WeightUpdate,
 )
-from services.engine.staging import staged, staging_file
 from services.engine.vllm_options import VllmOptions, environment
 from services.engine.vllm_results import generation_of, label_of
+from services.engine.vllm_workers import WeightWorkers
 from services.engine.weight_switch import Loaded, WeightSwitch
 
 
@@ -40,6 +38,7 @@ class _Running(msgspec.Struct):
 
     backend_id: str
     restart: bool = False
+    cut: str = ""  # why a weight change cancelled it
 
 
 class VllmEngine:
@@ -49,7 +48,7 @@ class VllmEngine:
 
     def __init__(self, options: VllmOptions) -> None:
         self._options = options
-        self._switch = WeightSwitch(options.drain_timeout_s)
+        self._switch = WeightSwitch(options.drain_timeout_s, options.audit_every)
         self._llm: Any = None
         self._sampling_params: Any = None
         self._tokens_input: Any = None
@@ -62,6 +61,7 @@ class VllmEngine:
         self._ids = itertools.count()
         self._both_logprobs = False
         self._queries = self._hits = self._generated = 0
+        self._weights = WeightWorkers(options, self._workers)
 
     @property
     def build(self) -> str:
@@ -84,13 +84,10 @@ class VllmEngine:
         llm = await asyncio.wait_for(asyncio.to_thread(self._build_llm), options.start_timeout_s)
         self._llm = llm
         try:
-            shapes = checkpoint_files.shapes_of(options.model)
-            reports = await self._workers("headrace_prepare", [(name, list(shape)) for name, shape in shapes])
-            held = {name for report in reports for name in report["names"]}
-            self._both_logprobs = options.both_logprobs and all(report["both_logprobs"] for report in reports)
+            self._both_logprobs = await self._weights.prepare() and options.both_logprobs
             digest = await self.weight_digest()
             if options.verify_checkpoint:
-                expected = await asyncio.to_thread(checkpoint_files.digest_of_folder, options.model, held)
+                expected = await asyncio.to_thread(checkpoint_files.digest_of_folder, options.model, self._weights.held)
                 if digest != expected:
                     raise EngineUnavailable(
                         f"read-back digest {digest} differs from the checkpoint's {expected}: "
@@ -109,6 +106,7 @@ class VllmEngine:
             max_num_seqs=config.scheduler_config.max_num_seqs,
             tensor_parallel=options.tensor_parallel_size,
             data_parallel=options.data_parallel_size,
+            whole_tensors=self.whole_tensors,
         )
         self._switch.verified(options.initial_version, options.initial_incarnation, digest)
 
@@ -127,13 +125,17 @@ class VllmEngine:
         self, request_id: str, prompt_ids: npt.NDArray[np.int32], sampling: SamplingConfig, session: str = ""
     ) -> Generation:
         prompt = checked_request(request_id, prompt_ids, sampling, self.capabilities)
+        discarded = 0
         while True:
             async with self._switch.gate.admit(request_id) as admitted:
                 if not admitted:
                     return aborted_before_start(request_id, sampling)
-                generation = await self._generate(request_id, prompt, sampling, session)
-            if generation is not None:
-                return generation
+                out = await self._generate(request_id, prompt, sampling, session)
+            if out is None:
+                continue
+            if not starts_over(out.finish_reason, out.stop_reason, out.ids.size):
+                return msgspec.structs.replace(out, discarded_tokens=discarded)
+            discarded += out.ids.size
 
     async def _generate(
         self, request_id: str, prompt: npt.NDArray[np.int32], sampling: SamplingConfig, session: str
@@ -169,25 +171,31 @@ class VllmEngine:
         generation = generation_of(request_id, final, sampling, self._switch.digests)
         self._queries, self._hits = self._queries + prompt.size, self._hits + generation.cached_prompt_tokens
         self._generated += generation.ids.size
-        return generation
+        cut = entry.cut if generation.finish_reason == "abort" else ""
+        return msgspec.structs.replace(generation, stop_reason=cut) if cut else generation
 
     async def abort(self, request_id: str) -> None:
         entry = self._running.get(request_id)
         if entry is not None and self._llm is not None:
-            entry.restart = False
+            entry.restart, entry.cut = False, ""
             await self._llm.abort(entry.backend_id)
         else:
             await self._switch.gate.abort_waiting(request_id)
 
-    async def apply(self, update: WeightUpdate, mode: Mode) -> AppliedWeights:
+    async def stage(self, update: WeightUpdate) -> None:
         self._alive()
-        return await self._switch.apply(update, mode, self)
+        await self._switch.stage(update, self)
+
+    async def apply(self, update: WeightUpdate, mode: Mode, grace_s: float = 0.0) -> AppliedWeights:
+        self._alive()
+        return await self._switch.apply(update, mode, grace_s, self)
+
+    async def audit(self) -> None:
+        self._alive()
+        await self._switch.audit(self)
 
     async def weight_digest(self) -> str:
-        digests = set(await self._workers("headrace_digest"))
-        if len(digests) != 1:
-            raise WeightsRejected(f"ranks disagree about the weights: {sorted(digests)}")
-        return str(digests.pop())
+        return await self._weights.digest()
 
     async def load(self) -> EngineLoad:
         llm = self._alive()
@@ -207,6 +215,26 @@ class VllmEngine:
 
     # -- the backend's side of a weight change ------------------------------------------------------------------------------
 
+    @property
+    def whole_tensors(self) -> str:
+        return self._weights.whole_tensors
+
+    async def lay_out(self, update: WeightUpdate) -> None:
+        await self._weights.lay_out(update)
+
+    async def clear_away(self) -> None:
+        if self._llm is not None:
+            await self._weights.drop()
+
+    async def read_back(self) -> str:
+        return await self._weights.digest()
+
+    async def cut(self, reason: str) -> int:
+        for entry in self._running.values():
+            entry.restart, entry.cut = False, reason
+        await self._alive().abort([entry.backend_id for entry in self._running.values()])
+        return len(self._running)
+
     async def freeze(self, mode: Mode) -> None:
         # `keep` freezes requests between two steps. Clearing the cache at that point preempts them, so that their KV is
         # recomputed under the new weights; `clear_cache`, on by default, would do so unasked.
@@ -214,17 +242,11 @@ class VllmEngine:
         if mode == "continue_keep":
             await self._restart_unstarted()
 
+    async def write(self, update: WeightUpdate) -> Loaded:
+        return await self._weights.write(update)
+
     async def replace(self, update: WeightUpdate) -> Loaded:
-        began = time.monotonic()
-        count = size = 0
-        with staging_file(self._options.staging_folder()) as path:
-            chunks = staged(path, update.load(), self._options.staging_chunk_bytes)
-            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                await self._workers("headrace_load", chunk.path, chunk.tensors)
-                count, size = count + len(chunk.tensors), size + chunk.bytes
-        loaded = time.monotonic()
-        digest = await self.weight_digest()
-        return Loaded(digest=digest, tensors=count, bytes=size, load_s=loaded - began, verify_s=time.monotonic() - loaded)
+        return await self._weights.replace(update)
 
     async def show(self, update: WeightUpdate, mode: Mode, digest: str) -> None:
         # Frozen requests hold their blocks, so with KV kept this cannot empty the cache: the salt keeps others out of it.
@@ -233,7 +255,7 @@ class VllmEngine:
 
     async def discard(self) -> None:
         for entry in self._running.values():
-            entry.restart = False
+            entry.restart, entry.cut = False, ""
         with contextlib.suppress(self._server_error):  # dead: its requests have failed already
             await self._alive().abort([entry.backend_id for entry in self._running.values()])
 

@@ -40,6 +40,8 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
     cpu_list: str = ""  # cores of the CPU workers, one list per worker: `0-3|4-7`; empty leaves it to the kernel
     staging_dir: str = ""  # where new weights wait for the workers; empty: shared memory; several hosts need a shared folder
     staging_chunk_bytes: int = 1024 * MIB
+    audit_every: int = 8  # switches of changed elements after which all weights are read back, while serving; 0: never
+    audit_slice_bytes: int = 64 * MIB  # read back between two steps; a tensor is never split
     initial_version: int = 0
     initial_incarnation: int = 0
     verify_checkpoint: bool = True  # at start, compare the read-back with the checkpoint files

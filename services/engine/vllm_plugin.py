@@ -16,9 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from param_sync.patch.digest import state_digest, tensor_digest
-from services.engine.load_plan import LoadPlan, record
+from param_sync.patch.digest import tensor_digest
+from services.engine.changes import ChangeError
+from services.engine.load_plan import LoadPlan, PlanError, record
 from services.engine.readback import round_to_checkpoint, tensor_of
+from services.engine.scatter import Scatter, scatter_of
+from services.engine.staging import Placed, changes_in
 
 _UNREAD = -1  # marks elements of a checkpoint tensor that no rank holds
 
@@ -157,16 +160,53 @@ class WeightWorker:
     def headrace_prepare(self, tensors: list[tuple[str, list[int]]]) -> dict[str, Any]:
         """Record where the checkpoint's tensors (name, shape) land, round the weights to the checkpoint's precision.
 
-        Returns `names` of the tensors that this rank holds parts of, and `both_logprobs`: whether the sampler in use is ours.
+        Returns `names` of the tensors that this rank holds parts of, `whole_tensors`: why the model does not take single
+        elements, if so, `both_logprobs`: whether the sampler in use is ours, and `refused`: why nothing of it can be read back.
         """
+        quantization = self.model_runner.model_config.quantization
+        if quantization is not None:
+            return {"refused": f"its weights are quantized ({quantization}), which no checkpoint's bits can be compared with"}
         model = self.model_runner.get_model()
         parameters = dict(model.named_parameters())  # a tied one appears once
         shapes = [(name, tuple(shape)) for name, shape in tensors]
-        self._headrace_plan: LoadPlan = record(parameters, model.load_weights, shapes)
+        try:
+            self._headrace_plan: LoadPlan = record(parameters, model.load_weights, shapes)
+        except PlanError as error:
+            return {"refused": f"its loader computes instead of copying: {error}"}
+        self._headrace_scatter, whole_tensors = scatter_of(self._headrace_plan)
         round_to_checkpoint(parameters.values())
         sampler = type(getattr(self.model_runner, "sampler", None))
         both = any(getattr(getattr(sampler, method, None), "both", False) for method in ("forward", "__call__"))
-        return {"names": self._headrace_plan.names, "both_logprobs": both}
+        return {"refused": "", "names": self._headrace_plan.names, "whole_tensors": whole_tensors, "both_logprobs": both}
+
+    def headrace_stage(self, path: str, digest: bytes, changes: list[Placed]) -> tuple[str, str, int]:
+        """Lay this rank's part of changed elements out beside the weights.
+
+        Gives what is wrong with them, as kind and text, and how many elements are laid out by now.
+        """
+        scatter = self._scatter()
+        try:
+            for change in changes_in(path, digest, changes):
+                scatter.stage(change)
+        except ChangeError as error:  # exceptions lose their type on the way out of a worker
+            return type(error).__name__, str(error), scatter.staged_elements
+        return "", "", scatter.staged_elements
+
+    def headrace_drop(self) -> None:
+        """Forget what is laid out."""
+        self._scatter().drop()
+
+    def headrace_commit(self) -> tuple[int, int, int]:
+        """Write what is laid out, read it back, compare; (elements, tensors, bytes)."""
+        scatter = self._scatter()
+        report = scatter.staged_elements, scatter.staged_tensors, scatter.staged_bytes
+        scatter.commit()
+        return report
+
+    def _scatter(self) -> Scatter:
+        if self._headrace_scatter is None:
+            raise RuntimeError("this model takes whole tensors only")
+        return self._headrace_scatter
 
     def headrace_load(self, path: str, tensors: list[tuple[str, list[int], int]]) -> int:
         """Load (name, shape, byte offset) from the staged file through the model's own loader; how many tensors it took."""
@@ -181,17 +221,17 @@ class WeightWorker:
             self.model_runner.get_model().load_weights(iter(weights))
         return len(weights)
 
-    def headrace_digest(self) -> str:
-        """Read all parameters back into checkpoint coordinates, gathering the slices of all ranks, and digest them."""
+    def headrace_entries(self, names: list[str]) -> dict[str, tuple[str, list[int], bytes]]:
+        """Read tensors back into checkpoint coordinates, gathering the slices of all ranks; (dtype, shape, digest) of each."""
         from vllm.distributed.parallel_state import get_world_group
 
         plan, group = self._headrace_plan, get_world_group()
         entries = {}
-        for name, shape in plan.shapes.items():  # the same order on every rank: each tensor is a collective
+        for name in names:  # the same order on every rank: each tensor is a collective
             bits = _gathered(plan, name, group, self.model_runner.device) if group.world_size > 1 else _local(plan, name)
             if bits is not None:
-                entries[name] = ("bf16", shape, tensor_digest(bits))
-        return state_digest(entries)
+                entries[name] = ("bf16", list(plan.shapes[name]), tensor_digest(bits))
+        return entries
 
 
 def _local(plan: LoadPlan, name: str) -> npt.NDArray[np.uint16] | None:
